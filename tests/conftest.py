@@ -16,7 +16,7 @@ from support.run_harness import Dpmon
 FIRST = (
     *("test_tracer_surroundings", "test_tracer_lifetimes", "test_time_accounted", "test_collectives"),
     *("test_getting_started", "test_ui_fuzz", "test_tracer_compiled", "test_uncaught", "test_stragglers", "test_fsdp"),
-    *("test_ring_kept_whole", "test_tracer_containment", "test_warm", "test_run_takeover", "test_contributing"),
+    *("test_ring_kept_whole", "test_tracer_containment", "test_run_takeover", "test_contributing"),
     *("test_tracer_injection", "test_run_faults", "test_loops", "test_cut_off"),
     *(
         "test_event_commands",

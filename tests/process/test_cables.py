@@ -127,34 +127,6 @@ def test_only_ssh_talks_to_a_network_and_nobody_listens(
     assert {os.path.basename(program) for program, _ in wait_for(connected, what="a connection")} == {"ssh"}
 
 
-def test_records_come_once_each_over_a_slow_and_lossy_cable(
-    host: NamespaceHosts, reader: FollowReader, dpmon: Dpmon
-) -> None:
-    host.slow(0, "256kbit")
-    host.lose(0, 5)
-    more(reader, 100)
-    all_came_once(reader, dpmon)
-
-
-def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: NamespaceHosts, dpmon: Dpmon) -> None:
-    """The end of the cable is dead, so the connection is never refused."""
-    (machine,) = resolve_hosts(["gpu-1"])
-    words = ["ip", "netns", "exec", host.viewer, *machine.command_prefix]
-    dead = [word.replace("gpu-1", host.address(0).rpartition(".")[0] + ".99") for word in words]
-    reader = FollowReader(words, dpmon.last().name, dead)
-    try:
-        more(reader, 20)
-
-        def said() -> set[str]:
-            reader.poll()
-            return {closed.why for closed in reader.closed if closed.node == 1}
-
-        assert wait_for(said, what="the dead machine") == {"it cannot be reached"}
-        more(reader, 20)
-    finally:
-        reader.links.close_all()
-
-
 # ------------------------------------------------------------------------------------------------ a mirror
 
 
@@ -309,22 +281,3 @@ def test_no_process_of_a_mirrored_run_listens(mirrored: Mirrored) -> None:
     for program, socket in wait_for(both, what="two established connections, and no other socket"):
         assert os.path.basename(program) == "ssh"
         assert socket.startswith("tcp ")
-
-
-@pytest.mark.parametrize("mirrored", ["away"], indirect=True)
-def test_a_machine_that_cannot_be_reached_at_first_is_shown_and_followed_later(mirrored: Mirrored) -> None:
-    mirrored.going_on(0)
-    told = ("connecting", "it cannot be reached")
-    wait_for(lambda: mirrored.query("SELECT state, why FROM nodes WHERE number = 1") == [told], what="the sentence")
-    mirrored.hosts.mend(1)
-    mirrored.going_on(0, 1)
-    mirrored.has_everything()
-
-
-@pytest.mark.parametrize("mirrored", ["slow"], indirect=True)
-def test_a_slow_cable_and_a_delay_are_enough_for_a_mirror(mirrored: Mirrored) -> None:
-    mirrored.going_on(0, 1)
-    mirrored.going_on(0, 1)
-    ((error_ns,),) = mirrored.query("SELECT clock_error_ns FROM nodes WHERE number = 1")
-    assert error_ns >= 100_000_000  # half of a way there and back
-    mirrored.has_everything()

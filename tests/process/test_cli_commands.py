@@ -7,11 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from dpmon.cli.commands import LIST_HEADERS, ListedRun
+from dpmon.cli.commands import ListedRun
 from dpmon.run import proc
 from support.run_harness import Dpmon, Terminal
 
@@ -90,38 +89,10 @@ def test_detach_returns_immediately_and_all_commands_find_the_run(dpmon: Dpmon) 
     assert row[-3:] == ["script.py", "--lr", "3"]
 
 
-def test_a_list_cuts_long_commands_only_on_a_terminal(dpmon: Dpmon) -> None:
-    dpmon.script("")
-    words = ["script.py", *(f"--option-{number}" for number in range(10))]
-    assert dpmon.run("--headless", *words).status == 0
-    assert dpmon.run("ls").text.splitlines()[1].endswith("  " + " ".join(words))
-    terminal = Terminal(dpmon, "ls", size=(40, 100), LC_ALL="C.UTF-8")
-    assert terminal.wait() == 0
-    row = terminal.picture().splitlines()[1].rstrip()
-    assert len(row) == 100, "the command fills the terminal"
-    assert row.rpartition("  ")[2] == " ".join(words)[: len(row.rpartition("  ")[2]) - 1] + "…"
-
-
 @pytest.mark.parametrize(("state", "shown"), [("stopped", ["rank 0"]), ("failed", ["SignalException", "rank 0"])])
 def test_the_own_exception_of_a_stopped_launcher_is_not_listed(state: str, shown: list[str]) -> None:
     run = ListedRun(*[None] * len(ListedRun._fields))  # type: ignore[arg-type]
     assert run._replace(state=state, cause="SignalException", standing="rank 0").detail_lines() == shown
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(14.96, "00:00:15"), (179.9, "00:03:00"), (7499.9, "02:05:00")])
-def test_a_list_rounds_the_time_of_a_run_as_its_summary_does(seconds: float, text: str) -> None:
-    run = ListedRun(*[None] * len(ListedRun._fields))  # type: ignore[arg-type]
-    listed = run._replace(name="a", state="finished", started_unix=0.0, seconds=seconds, machines=[], command=["a"])
-    assert listed.table_cells()[LIST_HEADERS.index("TIME")] == text
-
-
-def test_a_beginning_of_several_run_names_is_refused(dpmon: Dpmon) -> None:
-    dpmon.script("pass")
-    dpmon.run("script.py")
-    dpmon.run("script.py")
-    result = dpmon.run("export", "2")
-    assert result.status == 2
-    assert "could be any of 2 runs" in result.errors
 
 
 def test_attach_without_a_terminal_follows_to_the_end_or_an_interrupt(dpmon: Dpmon) -> None:
@@ -151,17 +122,6 @@ def test_attach_without_a_screen_speaks_before_the_script_does(dpmon: Dpmon) -> 
     terminal.type("\x03")
     terminal.wait()
     assert dpmon.run("ls").text.splitlines()[1].split()[1] == "starting"
-
-
-def test_attach_does_not_wait_for_a_command_that_nobody_will_start(dpmon: Dpmon) -> None:
-    """Its supervisor was killed before it started the command."""
-    dpmon.script("pass")
-    dpmon.run("script.py")
-    for name in ("exit.json", "history.sqlite"):
-        (dpmon.last() / name).unlink()
-    nobody = dict.fromkeys(("supervisor_pid", "supervisor_started", "command_pid", "command_started"))
-    (dpmon.last() / "run.json").write_text(json.dumps({**dpmon.info(), **nobody, "started_unix": time.time() - 59}))
-    assert dpmon.run("attach").status != 0
 
 
 def test_export_into_a_closed_pipe_is_quiet(dpmon: Dpmon) -> None:
@@ -264,22 +224,6 @@ def test_leaving_the_screen_leaves_the_training_and_attach_opens_it_again(dpmon:
         assert proc.is_alive(info["command_pid"], info["command_started"])
     dpmon.go()
     assert dpmon.exit()["status"] == 3
-
-
-def test_the_screen_ends_with_the_scripts_status_if_the_supervisor_is_killed(dpmon: Dpmon) -> None:
-    dpmon.waiting("raise SystemExit(3)", PRINTS)
-    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
-    terminal.shows("a line of the script")
-    dpmon.kill_supervisor()
-    dpmon.go()
-    how = dpmon.exit()
-    # The supervisor's successor may be quicker than the foreground; both know the status.
-    assert (how["status"], how["by"]) in ((3, "supervisor"), (3, "foreground"))
-    terminal.shows("status 3")
-    terminal.type("q")
-    assert terminal.wait() == 3
-    assert b"exit status 3 after" in terminal.raw
-    assert (dpmon.last() / "output.log").read_text() == "a line of the script\n"
 
 
 def test_stopping_from_the_screen(dpmon: Dpmon) -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -18,8 +16,6 @@ import pytest
 
 from dpmon.run import proc
 from dpmon.supervise.start_supervisor import ensure_supervisor
-from support.history_builders import write_run_directory
-from support.record_builders import Training
 from support.run_harness import Dpmon, Terminal, report_measured, scaled_size, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
@@ -231,55 +227,3 @@ def test_no_id_is_told_twice_over_many_kills_of_the_supervisor(dpmon: Dpmon, mon
     report_measured("events", f"{len(told)} told, {len(missed)} missed in {kills} kills of the supervisor")
     assert not set(told) - set(claimed)
     assert len(missed) <= kills // 4 + 1
-
-
-TELL = """
-import os, signal, sys, random, time
-from contextlib import closing
-from pathlib import Path
-from dpmon.run.lifecycle import EVENTS_FILE, take_lock
-from dpmon.run.run_reader import RunReader
-from dpmon.notify import notifier
-notifier.CHECK_INTERVAL_S, notifier.WAIT_INTERVAL_S = 0.02, 0.005
-directory, kills = Path(sys.argv[1]), int(sys.argv[2])
-chance = random.Random(2)
-def size():
-    path = directory / EVENTS_FILE
-    return path.stat().st_size if path.exists() else 0
-for _ in range(kills):
-    pid = os.fork()
-    if not pid:
-        while (lock := take_lock(directory, EVENTS_FILE)) is None:  # a command that is just being started has it
-            time.sleep(0.001)
-        with closing(RunReader(directory)) as reader:
-            notifier.run_until_end(reader, notifier.SentLog(lock), sys.argv[3:])
-    before = size()
-    while size() == before:  # the moment after an id is written is the critical one
-        time.sleep(0.0002)
-    time.sleep(chance.random() * 0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-"""
-
-
-def test_no_id_is_told_twice_over_100_kills_of_the_teller(state: Path, tmp_path: Path) -> None:
-    kills, received = 100, tmp_path / "received"
-    me: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
-    me |= {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid())}
-    options = {"alive_minutes": 0.02 / 60}
-    now: dict[str, Any] = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host_name()}
-    directory = write_run_directory(
-        {0: Training().begin()}, status=None, cwd=str(tmp_path), options=options, **me, **now
-    )
-    command = ["/bin/sh", "-c", f"cat >>{received}"]
-    subprocess.run([sys.executable, "-c", TELL, str(directory), str(kills), *command], check=True, timeout=250)
-    claimed = (directory / "events.log").read_text().splitlines()
-    assert len(claimed) == len(set(claimed)) >= kills
-
-    def told() -> Counter[str]:
-        return Counter(json.loads(line)["id"] for line in received.read_text().splitlines())
-
-    missed = set(claimed) - set(told())
-    report_measured("events", f"{len(claimed)} claimed, {len(missed)} of them missed in {kills} kills of the teller")
-    assert max(told().values()) == 1
-    assert len(missed) <= kills

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import shutil
-import signal
 import struct
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dpmon.run import proc
-from dpmon.span_ring import SpanRing
-from dpmon.stalls.rank_inspector import RankInspector
 from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 READING = (["report", "old"], ["export", "old"], ["status", "old"], ["ls"], ["compare", "old", "old"])
@@ -124,36 +118,6 @@ def test_a_process_that_nothing_proves_is_left_alone(dpmon: Dpmon) -> None:
         subprocess.run(["kill", "-9", str(info["command_pid"])], check=True)
 
 
-def test_no_stack_is_taken_of_a_process_that_only_a_ring_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """py-spy halts a process while it reads the stack."""
-    code = "import time; time.sleep(600)"
-    words = [
-        "sh",
-        "-c",
-        f"{sys.executable} -c '{code}' >&- 2>&- & echo $!",
-    ]  # the shell ends, so it is no child of ours
-    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: another test may have made this process adopt it
-    pid = int(subprocess.run(words, check=True, capture_output=True, start_new_session=True).stdout)
-    try:
-        with monkeypatch.context() as another:
-            another.setattr(os, "getpid", lambda: pid)
-            SpanRing(str(tmp_path / "process-0.ring"), process=0)
-        with closing(RankInspector(tmp_path, "/", adopted=True)) as look:
-            look.inspect_ranks({}, time.monotonic_ns())
-            (taken,) = look.take_stacks().values()
-            assert taken.reason is not None
-            assert taken.reason.startswith("it is not proven to be a process of this run")
-            # A stack that says that it waits for its loader does not lead to its children either.
-            loader = {"name": "__next__", "filename": "/x/torch/utils/data/dataloader.py", "line": 5}
-            forged = {"asked": 2, "threads": [{"thread_name": "MainThread", "frames": [loader]}]}
-            (tmp_path / "process-0.stacks").write_text(json.dumps(forged) + "\n")
-            monkeypatch.setattr(RankInspector, "_find_loader_worker", pytest.fail)
-            (taken,) = look.take_stacks().values()
-            assert taken.main is not None
-    finally:
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_no_file_is_deleted_that_a_rollback_journal_names(dpmon: Dpmon) -> None:
     """SQLite deletes the file that the end of a hot journal names, once a writer opens the database."""
     precious = dpmon.cwd / "precious"
@@ -176,11 +140,3 @@ def test_the_current_directory_has_no_dpmon_to_run(dpmon: Dpmon) -> None:
     words = [str(Path(sys.executable).with_name("dpmon")), "ls", "--host", "localhost"]
     assert dpmon.run(argv=words).status == 0
     assert not acted.exists()
-
-
-def test_a_run_with_the_id_of_another_one_is_not_listed(dpmon: Dpmon) -> None:
-    directory = planted(dpmon, {})
-    shutil.copytree(directory, directory.with_name(directory.name[:-4] + "0000"))
-    result = dpmon.run("ls")
-    assert "has the id of another run" in result.errors
-    assert result.text.count("script.py") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from dpmon.cli.status_stream import ProgressReporter
 from dpmon.report import report_text
 from dpmon.run.run_reader import RunReader
 from support.run_harness import Dpmon, wait_for
-from support.tracer_harness import TracedScript
 
 pytestmark = pytest.mark.slow
 
@@ -90,31 +88,3 @@ def test_a_run_that_hangs_before_its_first_step(
     assert process.wait(60) != 0
     said = f"no model was called; when the process ended, it was {under_way}, for N s"
     assert said in plain("\n".join(report_text(dpmon.last())))
-
-
-def test_a_joined_group_and_a_fetched_batch_are_no_longer_under_way(tmp_path: Path) -> None:
-    text = """\
-import torch, inspect, os
-group = torch.distributed.init_process_group
-assert "backend" in inspect.signature(group).parameters and group.__name__ == "init_process_group"
-group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-next(iter(torch.utils.data.DataLoader(torch.ones(4, 3))))
-try:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-except ValueError as error:
-    import traceback
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    assert not [file for file in files if file.startswith(os.environ["OURS"])]
-model = torch.nn.Linear(3, 1)
-for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
-    model(x)
-for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
-    model(x)
-torch.distributed.destroy_process_group()
-"""
-    run = TracedScript(tmp_path, text).end()
-    assert (run.status, run.complaints) == (0, []), run.err
-    joining, fetching = "joining the process group: gloo, rank 0 of 1", "waiting for data: the first batch of Tensor"
-    noted = [stage for stage in run.stages if not stage.endswith(("importing torch", "torch imported"))]
-    assert noted == [joining, "in the script", fetching, "in the script"] * 2
-    assert len(run.calls()) == 40

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -50,20 +48,3 @@ def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kin
     result = dpmon.run("report")
     assert (result.status, result.text) == (2, "")
     assert result.errors == f"dpmon: the history is damaged: history.sqlite-journal is {kind}, not a regular file\n"
-
-
-@pytest.mark.parametrize("kind", ["a FIFO", "a symbolic link", "a directory"])
-def test_a_run_whose_supervisors_log_was_replaced_gets_another_supervisor(dpmon: Dpmon, kind: str) -> None:
-    process = dpmon.start("--headless", dpmon.waiting(NOTES))
-    dpmon.begun()
-    info = dpmon.info()
-    directory = dpmon.last()
-    create_file_of_type(kind, directory / "supervisor.log")
-    os.kill(info["supervisor_pid"], signal.SIGKILL)
-    wait_for(lambda: dpmon.info()["supervisor_pid"] != info["supervisor_pid"], what="another supervisor")
-    dpmon.go()
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (5, b"done\n"), err
-    wait_for(lambda: json.loads((directory / "exit.json").read_text())["drained"], what="the end of the record")
-    if kind == "a symbolic link":
-        assert (directory / "precious").read_text() == "precious", "nothing was written through it"

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from dpmon.run import proc
-from dpmon.run.run_directory import RunError, load_info
 from support.format_readers import DOCS
 from support.run_harness import Dpmon, end_all, free_ports, wait_for
 
@@ -202,41 +200,3 @@ def check_panels(servers: Servers) -> None:
         }
 
     wait_for(lambda: empty() <= WITHOUT_DATA, what="data in the panels")
-
-
-def mirrors(run: Path) -> bool:
-    """Return whether a run mirrors others; False while it is being created."""
-    with suppress(RunError):
-        return bool(load_info(run).nodes)
-    return False
-
-
-def test_prometheus_names_the_slow_rank_of_a_job_on_two_machines(dpmon: Dpmon, servers: Servers) -> None:
-    """Each machine has its own dpmon, its own run and its own node_exporter."""
-    (port,) = free_ports(1)
-    names = []
-    for node, metrics in enumerate(servers.machines):
-        words = ("--nnodes", 2, "--node-rank", node, "--nproc-per-node", 1)
-        names.append(start(dpmon, metrics, f"node{node}", *words, "--master-addr", "127.0.0.1", "--master-port", port))
-
-    of_both = "DpmonStragglerOfMachines", wait_for(names[1], what="the run of the second machine")
-    slow = {"rank": "1", "instance": servers.instances[1]}
-    job = servers.only_alert(*of_both, **slow)["job_id"]
-
-    def runs_of_job() -> list[tuple[str, str, str]]:
-        found = servers.query("dpmon_run_job_info and on (instance, run) dpmon_run_running == 1")
-        return sorted((each["node"], each["run"], each["instance"]) for each, _ in found if each["job_id"] == job)
-
-    runs = [(str(node), names[node](), servers.instances[node]) for node in range(2)]
-    wait_for(lambda: runs_of_job() == runs, what="the runs of the job")
-    page = (DOCS / "prometheus.md").read_text()
-    rates = page.partition("The samples per second of each job are:\n\n")[2].partition("\n\n")[0]
-    wait_for(lambda: any(labels["job_id"] == job and rate > 0 for labels, rate in servers.query(rates)), what="a rate")
-
-    # One file for both: here they are two runs of one machine.
-    host = proc.host_name()
-    dpmon.start("attach", "--headless", "--host", host, "--metrics", servers.machines[0], stdout=subprocess.DEVNULL)
-    mirror = wait_for(lambda: [run.name for run in dpmon.runs() if mirrors(run)], what="the mirror")[0]
-    name = mirror[len("20261126-000000-") :]
-    servers.only_alert("DpmonStraggler", name, rank="1", node=f"{host}:2", instance=servers.instances[0])
-    servers.only_alert(*of_both, **slow)  # it counts no rank twice

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dpmon.cli.doctor import local_checks
-from dpmon.config import config_path, home_directory
-from dpmon.run.run_directory import RunError
-from dpmon.run.run_registry import list_runs, runs_directory
 from support.run_harness import Dpmon
 
 SCRIPT = "import os, sys; print(*sorted(os.listdir('.'))); sys.exit(7)"
@@ -41,45 +35,6 @@ def test_a_relative_state_directory_is_ignored(dpmon: Dpmon, tmp_path: Path, val
         line
         == f"dpmon: XDG_STATE_HOME={value} is ignored because it is not an absolute path; this run is kept in {kept}"
     )
-
-
-@pytest.mark.parametrize("value", ["", "relative"])
-def test_a_relative_home_is_not_the_home(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path(pwd.getpwuid(os.getuid()).pw_dir)
-    environ = {"HOME": value} if value else {}
-    assert home_directory(environ) == real
-    assert config_path(environ) == config_path({**environ, "XDG_CONFIG_HOME": "here"})
-    assert config_path(environ) == real / ".config" / "dpmon" / "config.toml"
-    monkeypatch.setenv("HOME", value)
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    assert runs_directory() == real / ".local" / "state" / "dpmon" / "runs"
-
-
-def test_without_any_home_nothing_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in a container that does not know its user."""
-
-    def unknown(_: int) -> None:
-        raise KeyError
-
-    from dpmon.cli.main import main
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    monkeypatch.delenv("HOME")
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text("print('ran')")
-    for words in (["--headless", "script.py"], ["ls"], ["stop", "last"]):
-        assert main(words) == 2
-        said = capsys.readouterr()
-        assert said.err == "dpmon: there is no home directory for runs; set XDG_STATE_HOME to an absolute path\n"
-        assert said.out == ""
-    with pytest.raises(RunError):
-        list_runs()
-    (check,) = local_checks.check_state_directory()
-    assert check.state == "problem"
-    assert list(tmp_path.iterdir()) == [tmp_path / "script.py"]
 
 
 @pytest.mark.parametrize("option", [False, True])

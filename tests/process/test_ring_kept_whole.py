@@ -5,7 +5,6 @@ Nothing can protect the file from a person who truncates it. These tests try eve
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import dpmon as package
 from dpmon.run import proc
 from dpmon.span_ring import SLOT_BYTES, SLOTS, SpanRing
 from support.hostile_inputs import fill_disk
@@ -37,44 +35,6 @@ while not pathlib.Path("go").exists():
         pathlib.Path("steps").write_text(str(steps))
 sys.exit(7)
 """
-SHORTEN = {"ftruncate", "truncate", "O_TRUNC", "posix_fallocate", "resize"}
-
-
-def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
-    """Each such place is listed with the reason why its file is not a ring. A new place must be added here."""
-    known = {
-        ("run/output_target.py", "O_TRUNC"),  # the file of --json=FILE, which is refused inside a run
-        (
-            "run/safe_files.py",
-            "O_TRUNC",
-        ),  # a file that is written under another name at first: run.json, exit.json, why.json
-        ("supervise/output_space.py", "ftruncate"),  # the script's output
-        ("span_ring.py", "posix_fallocate"),  # a new ring, before anybody has it
-        ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
-        ("tracer/responder_thread.py", "O_TRUNC"),  # the stacks of a process
-        ("stalls/why_reply.py", "O_TRUNC"),  # the request to say why, an empty file
-        ("notify/notifier.py", "ftruncate"),  # an unfinished line of the told events
-        ("cli/doctor/local_checks.py", "posix_fallocate"),  # a temporary file
-        ("cli/doctor/self_test.py", "script.write_text"),  # in a temporary directory
-    }
-    root = Path(package.__file__).parent
-    found = set()
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            if name in SHORTEN and not (isinstance(node, ast.Name) and name == "truncate"):  # that of texts
-                found.add((str(path.relative_to(root)), name))
-            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "open":
-                mode = node.args[1] if len(node.args) > 1 else None
-                if isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value:
-                    # Opened by descriptor: the flags are at the call that opened it.
-                    named = ast.unparse(node.args[0])
-                    assert named.startswith(("fd", "open_file(", "open_fifo(")), (
-                        f"{path}: open({named}, {mode.value!r})"
-                    )
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("write_text", "write_bytes"):
-                found.add((str(path.relative_to(root)), ast.unparse(node.func)))
-    assert found == known
 
 
 class Watch:
@@ -173,23 +133,6 @@ def test_every_command_leaves_the_ring_as_it_is(dpmon: Dpmon, disk: Path) -> Non
     assert dpmon.exit()["signal"] != "SIGBUS"
 
 
-def test_lines_of_json_are_not_written_to_a_ring(dpmon: Dpmon) -> None:
-    directory, watch = start(dpmon)
-    link = dpmon.cwd / "link"
-    link.symlink_to(directory / "process-0.ring")
-    try:
-        for path in (directory / "process-0.ring", link):
-            result = dpmon.run("attach", f"--json={path}", "train")
-            assert result.status == 2
-            assert result.errors == f"dpmon: {path} is part of a run; give another file\n"
-        trains_on(dpmon)
-    finally:
-        (dpmon.cwd / "go").touch()
-        watch.close()
-    assert len(watch.lengths) == 1
-    assert dpmon.exit()["status"] == 7
-
-
 @pytest.mark.parametrize("what", ["ring", "directory"])
 def test_deleting_it_leaves_the_training_alone(dpmon: Dpmon, what: str) -> None:
     directory, watch = start(dpmon)
@@ -213,17 +156,6 @@ def test_deleting_it_leaves_the_training_alone(dpmon: Dpmon, what: str) -> None:
     assert len(watch.lengths) == 1
     if what == "ring":
         assert dpmon.exit()["status"] == 7
-
-
-def test_a_ring_that_a_person_truncates_harms_no_reader(dpmon: Dpmon) -> None:
-    """dpmon cannot prevent this: the training dies of SIGBUS, and every reader reports that."""
-    directory, watch = start(dpmon)
-    watch.close()
-    os.truncate(directory / "process-0.ring", 0)
-    how = dpmon.exit()
-    assert how["signal"] == "SIGBUS"
-    for words in (("report", "train"), ("ls",), ("export", "train")):
-        assert "Traceback" not in dpmon.run(*words).errors
 
 
 @pytest.mark.parametrize("full", [False, True])

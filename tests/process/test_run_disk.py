@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.run.run_registry import fallback_directories, file_system, network_file_system
+from dpmon.run.run_registry import fallback_directories, network_file_system
 from support.hostile_inputs import fill_disk
 from support.ring_writers import TESTS, WRITE_RUN
 from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
@@ -118,12 +118,6 @@ def check_elsewhere(dpmon: Dpmon, place: Path, says: str) -> None:
 Places = Callable[[], list[Path]]
 
 
-def test_a_state_directory_that_is_a_file(dpmon: Dpmon, other_places: Places) -> None:
-    dpmon.state.write_text("a file where the directory should be")
-    check_elsewhere(dpmon, other_places()[0], "no run can be kept")
-    dpmon.state.unlink()
-
-
 def test_a_read_only_state_directory(dpmon: Dpmon, other_places: Places, mount: Callable[..., Path]) -> None:
     dpmon.state = mount(64, "ro")
     check_elsewhere(dpmon, other_places()[0], "Read-only file system")
@@ -143,19 +137,6 @@ def test_a_network_file_system(dpmon: Dpmon, other_places: Places, shared_direct
     assert list(shared_directory.iterdir()) == [], "nothing is written there"
 
 
-def test_of_two_mounts_at_one_place_the_later_one_counts(mount: Callable[..., Path]) -> None:
-    """As for homes that are mounted on demand: autofs first, the file system itself over it."""
-    place = mount(4)
-    (place / "deep").mkdir()
-    assert file_system(place / "deep") == "tmpfs"
-    subprocess.run(["mount", "-t", "ramfs", "ramfs", str(place)], check=True)
-    try:
-        assert file_system(place / "deep") == "ramfs"
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-    assert file_system(place / "deep") == "tmpfs"
-
-
 def test_other_places_are_tried_in_turn(dpmon: Dpmon, other_places: Places) -> None:
     dpmon.state.write_text("a file where the directory should be")
     lasting, temporary, memory = other_places()
@@ -165,18 +146,6 @@ def test_other_places_are_tried_in_turn(dpmon: Dpmon, other_places: Places) -> N
     temporary.parent.write_text("a file too")
     if os.access(memory.parent.parent, os.W_OK):
         check_elsewhere(dpmon, memory, "no run can be kept")
-    dpmon.state.unlink()
-
-
-def test_a_link_in_the_other_place_is_not_followed(dpmon: Dpmon, other_places: Places, tmp_path: Path) -> None:
-    dpmon.state.write_text("a file where the directory should be")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    other_places()[0].parent.symlink_to(elsewhere)
-    result = dpmon.run(*WRITE_RUN, 2, 0)
-    assert result.status == 0, result.errors
-    assert str(other_places()[1]) in result.errors
-    assert list(elsewhere.iterdir()) == []
     dpmon.state.unlink()
 
 

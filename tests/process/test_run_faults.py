@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 
 from dpmon.run import proc
-from dpmon.run.run_directory import load_exit
 from support.run_harness import Dpmon, wait_for, wait_until_unsupervised, write_slow_script
 
 pytestmark = pytest.mark.slow
@@ -21,25 +20,6 @@ pytestmark = pytest.mark.slow
 
 def has_runs(dpmon: Dpmon, count: int) -> bool:
     return len(dpmon.runs()) == count
-
-
-def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
-    write_slow_script(dpmon, 6)
-    process = dpmon.start("script.py")
-    info = dpmon.info()
-    dpmon.begun()
-    os.kill(info["supervisor_pid"], signal.SIGSTOP)
-    try:
-        dpmon.go()
-        wait_for((dpmon.cwd / "done").exists)
-        assert process.wait(100) == 6
-        how = load_exit(dpmon.last())
-        assert how is not None
-        assert (how.by, how.drained) == ("foreground", False), "the last records are the supervisor's"
-    finally:
-        os.kill(info["supervisor_pid"], signal.SIGCONT)
-    wait_until_unsupervised(info)
-    assert dpmon.exit()["status"] == 6
 
 
 def test_interrupt_reaches_the_script_and_its_children(dpmon: Dpmon) -> None:
@@ -136,16 +116,6 @@ def test_a_limit_on_files_below_a_ring_is_named_as_the_reason_for_no_record(dpmo
     assert re.search(rb"nothing was traced: no record of process \d+: .*File too large", err), err
 
 
-def test_exit_json_has_the_time_of_the_end(dpmon: Dpmon) -> None:
-    dpmon.script("import os, time; print('up', flush=True); time.sleep(0.3); os._exit(9)")
-    assert dpmon.run("script.py").status == 9
-    info, how = dpmon.info(), dpmon.exit()
-    written = (dpmon.last() / "exit.json").stat().st_mtime
-    assert abs(written - how["ended_unix"]) < 60  # the same clock, the same moment: no older file
-    assert how["seconds"] == pytest.approx((how["end_ns"] - info["start_ns"]) / 1e9)
-    assert json.loads((dpmon.last() / "run.json").read_text())["boot_id"] == proc.boot_id()
-
-
 def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> None:
     """At any moment of the start, the command ends as usual, and is never left running."""
     dpmon.script("import time; time.sleep(60)")
@@ -162,26 +132,6 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
             wait_for(
                 lambda pid=pid, since=since: pid is None or not proc.is_alive(pid, since), what="the command's end"
             )
-
-
-INTERRUPTED_AT_ONCE = """\
-import os, signal
-from dpmon.run import run_registry
-save = run_registry.write_info
-def interrupted(*words):
-    os.kill(os.getpid(), signal.SIGINT)
-    save(*words)
-run_registry.write_info = interrupted
-from dpmon.cli.main import entry
-entry()
-"""
-
-
-def test_an_interrupt_while_a_run_is_created_leaves_no_incomplete_run(dpmon: Dpmon) -> None:
-    dpmon.script("import time; time.sleep(60)")
-    result = dpmon.run(argv=[dpmon.python, "-c", INTERRUPTED_AT_ONCE, "script.py"])
-    assert result.status in (130, 1), result.errors  # Python that is still starting exits with 1
-    assert dpmon.exit()["status"] == result.status
 
 
 def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:

@@ -256,15 +256,6 @@ def test_any_launcher_is_run_as_it_is(dpmon: Dpmon) -> None:
     assert (result.status, result.text) == (5, "a --replicas b c\n")
 
 
-def test_two_runs_of_the_same_second_do_not_meet(dpmon: Dpmon) -> None:
-    dpmon.script("import sys; print(sys.argv[1])")
-    processes = [dpmon.start("script.py", n) for n in range(6)]
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
-    assert outputs == [f"{n}\n".encode() for n in range(6)]
-    assert len(dpmon.runs()) == 6
-    assert all((directory / "exit.json").exists() for directory in dpmon.runs())
-
-
 def test_the_record_is_closed_to_others(dpmon: Dpmon) -> None:
     dpmon.script("import os; os.umask(0); print(1)")
     before = os.umask(0)
@@ -449,23 +440,6 @@ def test_a_signal_ends_a_foreground_whose_reader_has_stopped(dpmon: Dpmon) -> No
     assert rest_of(process)[0] == 0
 
 
-def test_the_second_interrupt_ends_a_foreground_whose_reader_has_stopped(dpmon: Dpmon) -> None:
-    process = flood(dpmon, "script.py", "survives", "stays")
-    asked = dpmon.last() / "stop-asked"
-    process.send_signal(signal.SIGINT)
-    wait_for(asked.exists, what="the first interrupt")
-    process.send_signal(signal.SIGINT)
-    assert rest_of(process)[0] == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_signal_ends_a_foreground_if_nobody_reads_its_messages(dpmon: Dpmon, options: list[str]) -> None:
-    """Standard output and standard error are the same pipe, and it is full."""
-    process = flood(dpmon, *options, "script.py", "stays", stderr=subprocess.STDOUT)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
-
-
 def test_a_terminal_that_takes_no_output_holds_nobody_up(dpmon: Dpmon) -> None:
     terminal, slave = pty.openpty()
     process = flood(dpmon, "script.py", "stays", stdout=slave, stderr=slave)
@@ -474,12 +448,3 @@ def test_a_terminal_that_takes_no_output_holds_nobody_up(dpmon: Dpmon) -> None:
     assert os.get_blocking(slave), "the terminal is also the shell's"
     os.close(slave)
     os.close(terminal)
-
-
-def test_a_script_that_ends_long_after_a_signal_has_its_output_passed_on(dpmon: Dpmon) -> None:
-    process = flood(dpmon, "script.py", "ends slowly", "stays", give_up_s=0.0, last_s=100.0)
-    process.send_signal(signal.SIGTERM)
-    dpmon.go()
-    out, err = process.communicate(timeout=100)
-    assert (process.returncode, len(out)) == (3, 64 * 65536)
-    assert b"not passed on" not in err

@@ -51,15 +51,3 @@ def test_old_runs_are_deleted_except_kept_and_live_ones(dpmon: Dpmon) -> None:
     sleeper.wait(60)
     assert dpmon.run("keep", "--not").status == 0
     assert dpmon.run("rm", "nothing").status == 2
-
-
-def test_a_name_that_several_runs_have_deletes_none(dpmon: Dpmon) -> None:
-    dpmon.script("pass")
-    for _ in range(2):
-        assert dpmon.run("--name", "same", "script.py").status == 0
-    ids = [run["id"] for run in listed(dpmon)]
-    refused = dpmon.run("rm", "same")
-    assert (refused.status, refused.out) == (2, b"")
-    assert refused.errors == f"dpmon: 'same' could be any of 2 runs: {ids[1]}, {ids[0]}\n"
-    assert dpmon.run("rm", ids[0], ids[0]).text == f"{ids[0]} is deleted\n"
-    assert dpmon.run("rm", "same").text == f"{ids[1]} is deleted\n"

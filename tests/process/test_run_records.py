@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sqlite3
 from collections import Counter
 
@@ -13,7 +12,7 @@ from support.ring_writers import (
     calls_and_steps_in,
     calls_and_steps_of_writer,
 )
-from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
+from support.run_harness import Dpmon, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
@@ -25,23 +24,6 @@ def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
     assert records[-2:-1] == [{"kind": "dropped", "count": 0, "pruned": 0}]
     assert (records[-1]["kind"], records[-1]["status"]) == ("exit", 0)
     assert Counter(r["kind"] for r in records)["exit"] == 1
-
-
-def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
-    process = dpmon.start(*WRITE_RUN, 200_000, 1000)  # its ring has room for a quarter of a minute
-    lengths = []
-    for wanted in (500, 3500):
-
-        def enough(wanted: int = wanted) -> list[tuple[str, int]] | None:
-            found = calls_and_steps_in(dpmon.records()) if dpmon.runs() and (dpmon.last() / "run.json").exists() else []
-            return found if len(found) >= wanted else None
-
-        found = wait_for(enough)
-        assert found == calls_and_steps_of_writer(len(found))
-        lengths.append(len(found))
-    assert lengths[0] < lengths[1]
-    process.send_signal(signal.SIGTERM)
-    process.wait(100)
 
 
 def test_the_schema_can_be_queried_by_people(dpmon: Dpmon) -> None:

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import signal
-import sqlite3
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpmon.record.record_types import Event
 from dpmon.run import proc
-from dpmon.run.run_directory import load_exit
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
-from support.history_builders import snapshot_of_records, write_run_directory
-from support.record_builders import Training
 from support.ring_writers import WRITE_RUN, calls_and_steps_in, calls_and_steps_of_writer, has_written
 from support.run_harness import (
     Dpmon,
-    Terminal,
     find_new_supervisor,
     wait_for,
-    wait_until_unsupervised,
     write_slow_script,
 )
 
@@ -95,25 +86,6 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_doubled(dpmon: Dpmon) -
     assert any("no device samples in between" in r["text"] for r in records if r["kind"] == "warning")
 
 
-def test_an_attached_screen_replaces_a_killed_supervisor(dpmon: Dpmon) -> None:
-    write_slow_script(dpmon, 3)
-    dpmon.run("--detach", "script.py")
-    dpmon.begun()
-    terminal = Terminal(dpmon, "attach")
-    terminal.shows("5 Output")
-    old = dpmon.kill_supervisor()
-    new = wait_for(lambda: find_new_supervisor(dpmon, old), what="a new supervisor")
-    wait_for(lambda: listed_state(dpmon) == "starting")
-    assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
-    terminal.shows("another one continues")
-    dpmon.go()
-    how = dpmon.exit()
-    assert how["status"] == 3 or how["unknown"]
-    terminal.shows("close")  # `q` does this after the end
-    terminal.type("q")
-    assert terminal.wait() == (2 if how["status"] is None else 3)
-
-
 @pytest.mark.parametrize("end", ["sys.exit(5)", "os.kill(os.getpid(), 9)"])
 def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: str) -> None:
     dpmon.waiting(f"print('end of the training', flush=True)\n{end}")
@@ -131,26 +103,6 @@ def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: 
     # Known since Linux 6.15; before, only to a process that reads it just before the command is reaped.
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
     assert how["status"] is not None or release < (6, 15)
-
-
-def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
-    write_slow_script(dpmon)
-    dpmon.run("--detach", "script.py")
-    dpmon.begun()
-    wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
-    old = dpmon.kill_supervisor()
-    screens = [dpmon.start("attach") for _ in range(4)]
-    wait_for(lambda: find_new_supervisor(dpmon, old))
-
-    def takeovers() -> list[str]:
-        return [r["text"] for r in dpmon.records() if r["kind"] == "warning" and "another one continues" in r["text"]]
-
-    wait_for(takeovers)
-    dpmon.go()
-    for screen in screens:
-        screen.communicate(timeout=100)
-    assert len(takeovers()) == 1
-    assert [r["kind"] for r in dpmon.records()].count("exit") == 1
 
 
 @pytest.mark.usefixtures("reaper")
@@ -180,48 +132,6 @@ def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
     assert (dpmon.last() / "exit.json").read_bytes() == before
 
 
-def test_a_zombie_that_nobody_reaps_has_its_status(dpmon: Dpmon) -> None:
-    """For example, in containers whose first process is not an init process."""
-    write_slow_script(dpmon, 3)
-    code = f"import ctypes, time; ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0); import os, sys\n"
-    code += "if os.fork() == 0: os.execvp(sys.argv[1], sys.argv[1:])\ntime.sleep(600)"
-    dpmon.start(argv=[dpmon.python, "-c", code, *dpmon.words("--detach", "script.py")])
-    dpmon.begun()
-    info = dpmon.kill_supervisor()
-    dpmon.go()
-    wait_for(lambda: gone(info))
-    assert dpmon.run("attach").status == 3
-    assert dpmon.exit()["status"] == 3
-
-
-def test_a_supervisor_killed_before_it_recorded_the_command(dpmon: Dpmon) -> None:
-    write_slow_script(dpmon)
-    dpmon.run("--detach", "script.py")
-    dpmon.begun()
-    old = dpmon.kill_supervisor()
-    path = dpmon.last() / "run.json"
-    path.write_text(json.dumps({**old, "supervisor_pid": None, "command_pid": None, "command_started": None}))
-    screen = dpmon.start("attach")
-    assert dpmon.info()["command_pid"] == old["command_pid"]
-    dpmon.go()
-    screen.communicate(timeout=100)
-    assert (dpmon.cwd / "done").exists()
-
-
-def test_a_run_that_is_being_started_is_left_alone(dpmon: Dpmon) -> None:
-    write_slow_script(dpmon, 4)
-    screens: list[Any] = []
-    process = dpmon.start("script.py")
-    wait_for(lambda: bool(dpmon.runs()))
-    while not (dpmon.cwd / "began").exists() and len(screens) < 6:
-        screens.append(dpmon.start("attach", stdin=None))
-    dpmon.begun()
-    dpmon.go()
-    assert process.wait(100) == 4
-    assert dpmon.exit()["status"] == 4
-    assert not [r for r in dpmon.records() if r["kind"] == "warning" and "another one continues" in r["text"]]
-
-
 def test_stop_finishes_the_record_of_a_run_without_supervisor(dpmon: Dpmon) -> None:
     dpmon.script("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(100)\n")
     dpmon.run("--detach", "script.py")
@@ -249,20 +159,6 @@ def test_supervisors_killed_one_after_the_other(dpmon: Dpmon) -> None:
     process.communicate(timeout=100)
     assert process.returncode == 6
     assert dpmon.exit()["status"] == 6
-
-
-def test_a_supervisor_killed_right_after_it_recorded_the_end(dpmon: Dpmon) -> None:
-    dpmon.script("")
-    dpmon.run("--headless", "script.py")
-    path = dpmon.last() / "exit.json"
-    wait_for(lambda: dpmon.exit()["drained"])
-    wait_for(lambda: not proc.is_running(dpmon.info()["supervisor_pid"], dpmon.info()["supervisor_started"]))
-    path.write_text(json.dumps({**dpmon.exit(), "drained": False}))
-    dpmon.run("attach")
-    assert dpmon.exit()["drained"]
-    with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
-        assert db.execute("SELECT count(*) FROM events WHERE kind = 'exit'").fetchone() == (1,)
-    db.close()
 
 
 def restart(directory: Path) -> None:
@@ -296,29 +192,6 @@ def test_a_power_cut_is_the_end_of_the_run(dpmon: Dpmon) -> None:
     assert how["end_ns"] == info["start_ns"] + round(how["seconds"] * 1e9)
 
 
-def test_the_end_before_a_power_cut_stays_known(dpmon: Dpmon) -> None:
-    dpmon.script("raise SystemExit(3)")
-    dpmon.run("--headless", "script.py")
-    before = dpmon.exit()
-    wait_until_unsupervised(dpmon.info())
-    (dpmon.last() / "exit.json").write_text(json.dumps({**before, "drained": False}))
-    restart(dpmon.last())
-    dpmon.run("attach")
-    assert dpmon.exit() == before
-
-
-def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", *WRITE_RUN, 200, 4000)
-    dpmon.exit()
-    directory = dpmon.last()
-    (directory / "exit.json").unlink()
-    wait_until_unsupervised(dpmon.info())
-    restart(directory)
-    assert listed_state(dpmon) == "lost"
-    dpmon.run("attach")
-    assert "restarted" in dpmon.exit()["unknown"]
-
-
 def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     """Two nodes share a home directory on a file system without locks between them."""
     dpmon.script("pass\n")
@@ -339,22 +212,3 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     ensure_supervisor(dpmon.last())
     assert not (dpmon.last() / "exit.json").exists()
     assert json.loads((dpmon.last() / "run.json").read_text()) == info
-
-
-def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.supervise.start_supervisor.MAX_FINISH_S", 0.0)
-    directory = write_run_directory({0: Training().run(3)}, status=None, command_pid=4_000_000)
-    gc.collect()  # what other tests have left
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        successor = ensure_supervisor(directory)
-        gc.collect()
-    assert [str(one.message) for one in said] == []
-    assert wait_for(lambda: load_exit(directory), what="the supervisor has taken over").status is None
-    wait_for(lambda: not successor.is_running, what="the supervisor's end")  # else Python warns when this process ends
-
-
-def test_the_chart_of_devices_has_a_gap() -> None:
-    times = (1.0, 2.0, 12.0, 13.0)
-    model = snapshot_of_records([Event("host", {"t_s": t_s, "cpu_pct": 50.0}) for t_s in times])
-    assert list(model.host.util) == [50.0, 50.0, *[None] * 9, 50.0, 50.0]

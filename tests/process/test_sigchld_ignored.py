@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from support.run_harness import Dpmon, Terminal
+from support.run_harness import Dpmon
 
 SCRIPT = "import signal, sys\nprint(signal.getsignal(signal.SIGCHLD).name, flush=True)\nsys.exit(7)\n"
 IGNORED = "trap '' CHLD"
@@ -19,20 +19,3 @@ def test_the_status_is_known_and_the_script_has_what_it_has_alone(dpmon: Dpmon) 
     assert "killed" not in traced.errors
     assert (dpmon.exit()["status"], dpmon.exit()["by"]) == (7, "supervisor")
     assert dpmon.run("--headless", script).out == b"SIG_DFL\n"
-
-
-def test_the_status_if_the_supervisor_is_killed(dpmon: Dpmon) -> None:
-    process = dpmon.start(dpmon.waiting("sys.exit(6)"), before=IGNORED)
-    dpmon.begun()
-    dpmon.kill_supervisor()
-    dpmon.go()
-    assert process.wait(100) == 6
-    assert dpmon.exit()["status"] == 6
-
-
-def test_the_status_of_a_run_with_a_screen(dpmon: Dpmon) -> None:
-    words = dpmon.words(dpmon.script(SCRIPT))
-    terminal = Terminal(dpmon, argv=["bash", "-c", f'{IGNORED}\nexec "$@"', "bash", *words])
-    terminal.shows("close")
-    terminal.type("q")
-    assert terminal.wait() == 7

@@ -121,10 +121,6 @@ def test_without_the_directory_of_its_run_python_is_unchanged(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------ torch
 
 UNKNOWN = "__version__ = '9.9'\nprint('unknown torch')\n"
-BROKEN = """
-import os, sys
-from torch import part
-"""
 
 
 def test_an_unknown_torch_is_left_alone(tmp_path: Path) -> None:
@@ -201,21 +197,6 @@ def test_what_cannot_be_imported_fails_as_alone(tmp_path: Path, name: str, text:
     assert (found.status, "libsomething.so" in found.err) == (int(name == "torch" and script != CAUGHT), text == LOADS)
 
 
-def test_a_second_attempt_to_import_torch(tmp_path: Path) -> None:
-    torch = (
-        "import builtins\nif not hasattr(builtins, 'again'):\n    builtins.again = 1\n    raise OSError('not yet')\n"
-    )
-    text = (
-        "import sys\nfor _ in range(3):\n"
-        "    try:\n        import torch\n        print('there', type(torch.__loader__).__name__)\n"
-        "    except OSError as error:\n        print(error, 'torch' in sys.modules)\n"
-    )
-    expected, found = both(tmp_path, text, env=package(tmp_path, "torch", torch))
-    assert (found.status, found.out) == (0, expected.out)
-    assert found.stages == ("importing torch", "importing torch", "torch imported")
-    assert len(found.warnings) == 1  # the second torch is of an unknown version
-
-
 def test_import_hooks_of_the_programs_own(tmp_path: Path) -> None:
     """A finder before that of dpmon, one without find_spec, and no finders at all."""
     text = """
@@ -282,58 +263,3 @@ def test_the_real_torch_in_a_run_that_is_gone(tmp_path: Path) -> None:
     run = traced(tmp_path, text, env={"DPMON_RUN": str(tmp_path / "gone")})
     assert run.status == 0, run.err
     assert list(run.directory.iterdir()) == []
-
-
-POST_IMPORT_HOOKS = """
-import importlib.util, sys
-
-class Chained:
-    def __init__(self, loader):
-        self.loader = loader
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-class Hooks:
-    asking = False
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch" or self.asking:
-            return None
-        self.asking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.asking = False
-        if spec is not None and not isinstance(spec.loader, Chained):
-            spec.loader = Chained(spec.loader)
-        return spec
-
-def insert(at):
-    sys.meta_path.insert(at, Hooks())
-"""
-"""A finder that runs code after a module's import. Like wrapt's hooks, it asks importlib for the spec that it wraps."""
-
-
-@pytest.mark.parametrize("places", [(0,), (1,), (99,), (0, 1), (1, 1)])
-def test_a_finder_that_asks_importlib_for_torch(tmp_path: Path, places: tuple[int, ...]) -> None:
-    """Before or after that of dpmon in sys.meta_path: the tracer is installed once, and every call is recorded once."""
-    env = package(tmp_path, "hooks", POST_IMPORT_HOOKS)
-    text = f"""
-import importlib.util, hooks
-for place in {places}:
-    hooks.insert(place)
-spec = importlib.util.find_spec("torch")
-import torch
-model = torch.nn.DataParallel(torch.nn.Linear(2, 1))
-for _ in range(3):
-    model(torch.ones(4, 2))
-"""
-    run = traced(tmp_path, text, env=env)
-    assert (run.status, run.err) == (0, "")
-    assert [ring.name for ring in run.directory.glob("*.ring")] == ["process-0.ring"]
-    calls = run.calls()
-    assert len(calls) == 3
-    assert all(set(call.phases) == {"scatter", "replicate", "parallel_apply", "gather"} for call in calls)

@@ -7,18 +7,15 @@ import select
 import signal
 import sys
 import termios
-import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
-import pyte
 import pytest
 
 from dpmon.run import proc
 from dpmon.span_ring import HeaderWord
 from support.run_harness import Dpmon, Terminal, wait_for
-from support.screen_harness import HEIGHT, SHOW_RUN, WIDTH, StartTerminal, TerminalRun
+from support.screen_harness import SHOW_RUN, StartTerminal, TerminalRun
 
 _BREAK = """
 import dpmon.ui.monitor as monitor
@@ -88,21 +85,6 @@ def test_signals_give_the_terminal_back(run: TerminalRun, terminal: StartTermina
     seen.sane()
 
 
-def test_an_interrupt_before_the_screen_runs_is_raised(run: TerminalRun, terminal: StartTerminal) -> None:
-    """The command line then says that the training goes on."""
-    run.train(50)
-    seen = terminal(
-        "import os\n"
-        "from dpmon.ui.monitor import Monitor\n"
-        "Monitor.run = lambda self: os.kill(os.getpid(), 2)\n"
-        f"try:\n{textwrap.indent(SHOW_RUN, '    ')}"
-        "except KeyboardInterrupt:\n"
-        "    print('INTERRUPTED')\n"
-    )
-    assert seen.wait() == 0
-    assert seen.raw == b"INTERRUPTED\r\n"  # the terminal was not changed
-
-
 def test_stopped_and_continued_it_draws_everything_again(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(50)
     seen = terminal()
@@ -145,106 +127,6 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(
     seen.type("q")
     seen.shows("leave it running")
     seen.type("l")
-    assert seen.wait() == 0
-    seen.sane()
-
-
-def test_a_screen_that_is_stopped_again_before_it_continues_comes_back(
-    run: TerminalRun, terminal: StartTerminal
-) -> None:
-    """A SIGTSTP discards a SIGCONT that was not delivered yet."""
-    run.train(50)
-    seen = terminal(
-        """
-from dpmon.ui.terminal_driver import TerminalDriver
-stop, go_on, stops = TerminalDriver._stop, TerminalDriver._resume, []
-TerminalDriver._stop = lambda self: (stops.append(self), stop(self))
-TerminalDriver._resume = lambda self: len(stops) < 5 or go_on(self)
-"""
-        + SHOW_RUN
-    )
-    seen.shows("linear.py")
-    for _ in range(5):
-        os.kill(seen.process.pid, signal.SIGTSTP)
-        seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") == "T", "the process to stop")
-        seen.screen.reset()
-        os.kill(seen.process.pid, signal.SIGCONT)
-        seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") != "T", "the process to go on")
-    seen.shows("? help")
-    seen.type("q")
-    seen.shows("leave it running")
-    seen.type("l")
-    assert seen.wait() == 0
-    seen.sane()
-
-
-@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTSTP, signal.SIGINT])
-def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(
-    run: TerminalRun, terminal: StartTerminal, number: int
-) -> None:
-    """Textual still closes its widgets for some milliseconds, and a signal used to set up the terminal again."""
-    run.train(50)
-    seen = terminal(
-        f"""
-import os
-from dpmon.ui.terminal_driver import TerminalDriver
-stop = TerminalDriver.stop_application_mode
-def stop_and_signal(self):
-    TerminalDriver.stop_application_mode = stop
-    stop(self)
-    for _ in range({2 if number == signal.SIGINT else 1}):
-        os.kill(os.getpid(), {number:d})
-TerminalDriver.stop_application_mode = stop_and_signal
-"""
-        + SHOW_RUN
-    )
-    seen.shows("linear.py")
-    seen.type("q")
-    seen.shows("leave it running")
-    seen.type("l")
-    assert seen.wait() == 0  # without a shell around it, the kernel ignores the SIGTSTP
-    assert b"Traceback" not in seen.raw
-    seen.sane()
-
-
-def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored(
-    run: TerminalRun, terminal: StartTerminal
-) -> None:
-    """One thread restores the terminal and ends the process, while another thread sets it up again after a SIGCONT."""
-    run.train(50)
-    seen = terminal(
-        """
-import os, signal, time
-from dpmon.ui import terminal_driver, monitor
-terminal_driver._MAX_LEAVE_S = 0.01
-exit, end, again = monitor.Monitor.exit, os._exit, terminal_driver.TerminalDriver.start_application_mode
-def exit_and_stop(self, *args, **more):
-    terminal_driver.TerminalDriver.start_application_mode = set_up
-    self.exit_handlers.start_deadline(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    self.call_later(exit, self, *args, **more)
-def set_up(self):
-    while not ending:
-        time.sleep(0.001)
-    again(self)
-    done.append(self)
-    time.sleep(60)
-def end_later(status):
-    ending.append(status)
-    while not done:
-        time.sleep(0.001)
-    end(status)
-ending, done = [], []
-monitor.Monitor.exit, os._exit = exit_and_stop, end_later
-"""
-        + SHOW_RUN
-    )
-    seen.shows("linear.py")
-    seen.type("q")
-    seen.shows("leave it running")
-    seen.type("l")
-    seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") == "T", "the process to stop")
-    os.kill(seen.process.pid, signal.SIGCONT)
     assert seen.wait() == 0
     seen.sane()
 
@@ -318,54 +200,6 @@ def test_no_color_and_no_unicode(run: TerminalRun, terminal: StartTerminal) -> N
     assert all(byte < 128 for byte in seen.raw)
     assert b"38;2;" not in seen.raw
     assert b"38;5;" not in seen.raw
-
-
-def test_a_wrong_color_system_is_no_crash(run: TerminalRun, terminal: StartTerminal) -> None:
-    run.train(20)
-    seen = terminal(TEXTUAL_COLOR_SYSTEM="rainbow", TEXTUAL_THEME="no such theme")
-    seen.shows("linear.py")
-
-
-def cells(screen: pyte.Screen) -> list[list[tuple[Any, ...]]]:
-    return [
-        [(c.data, c.fg, c.bg, c.bold, c.underscore, c.reverse) for c in (screen.buffer[y][x] for x in range(WIDTH))]
-        for y in range(HEIGHT)
-    ]
-
-
-def test_direct_drawing_shows_the_same_as_textual(run: TerminalRun, terminal: StartTerminal) -> None:
-    """One screen draws directly, one with Textual alone; the emulator must show the same, including colors."""
-    stock = SHOW_RUN.replace(
-        "result =",
-        "import dpmon.ui.monitor as m; m.Monitor.terminal = property(lambda self: None, lambda *_: None)\nresult =",
-    )
-    fast, slow = terminal(), terminal(stock)
-    for seen in (fast, slow):
-        seen.shows("starting")
-    for number in range(12):
-        run.train(40)
-        run.log.write(
-            b"\x1b[3%dmstep\x1b[0m %d \xe6\xbc\xa2\xe5\xad\x97 \x1b[2mdim\x1b[0m\rSTEP\n" % (number % 8, number)
-        )
-        for seen in (fast, slow):
-            seen.shows(f"{40 * (number + 1):>9}")
-        if number == 1:
-            # A dialog opens and closes, and the terminal becomes visible again: Textual draws everything.
-            for seen in (fast, slow):
-                seen.type("q")
-                seen.shows("leave it running")
-                seen.type("\x1b")
-                seen.until(lambda s=seen: "leave it running" not in s.picture(), "the dialog to go")
-                seen.type("\x1b[I")
-        if number == 3:
-            before = len(fast.raw), len(slow.raw)
-    after = len(fast.raw), len(slow.raw)
-    run.end(0)  # another scene: both draw everything
-    for seen in (fast, slow):
-        seen.shows("finished status")
-        seen.until(lambda s=seen: f"STEP {number}" in s.picture(), "the last line")
-    fast.until(lambda: slow.take() and cells(fast.screen) == cells(slow.screen), "the same picture")
-    assert after[0] - before[0] < (after[1] - before[1]) / 2
 
 
 def test_little_is_written_and_nothing_when_nothing_changes(run: TerminalRun, terminal: StartTerminal) -> None:

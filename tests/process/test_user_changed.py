@@ -97,16 +97,3 @@ def test_a_launcher_of_another_user(dpmon: Dpmon) -> None:
     dpmon.go()
     process.communicate(timeout=300)
     assert process.returncode == 0
-
-
-def test_a_recorded_process_needs_no_warning(dpmon: Dpmon) -> None:
-    dpmon.cwd.chmod(0o777)
-    change = f"train(*first, 3, 2)\n{CHANGES['user']}\ntrain(*first, 4, 2)\n"
-    dpmon.waiting(begin=TRAINS.partition("train(*first")[0] + change, end="train(*second, 5, 2)")
-    process = dpmon.start(*dpmon.warm(), "--headless", "script.py", "x")
-    dpmon.begun()
-    wait_for(lambda: [record["kind"] for record in dpmon.records()].count("step") >= 3, what="steps")
-    dpmon.go()
-    process.communicate(timeout=300)
-    kinds = [record["kind"] for record in dpmon.records()]
-    assert (kinds.count("step"), kinds.count("warning")) == (6, 0)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dpmon.stalls.stacks import find_py_spy
-from support.run_harness import LIMIT_S, Dpmon, wait_for
+from support.run_harness import LIMIT_S, Dpmon
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,17 +34,6 @@ if dist.get_rank() != 1:
     handle.wait()
 dist.barrier()
 """
-STARTING = """\
-import os, time, torch, datetime
-import torch.distributed as dist
-def prepare():
-    while not os.path.exists("go on"):
-        time.sleep(0.01)
-dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=20))
-if dist.get_rank() == 0:
-    prepare()
-net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
-"""
 
 
 def start(dpmon: Dpmon, ranks: int, source: str) -> Path:
@@ -68,14 +56,3 @@ def test_a_rank_that_skipped_a_collective_is_named(dpmon: Dpmon, ranks: int) -> 
         f"rank 1 waits in barrier (job.py:13); {others} in Work.wait (job.py:12): different collectives"
     )
     assert [rank["rank"] for rank in now["ranks"] if not rank["waits"]] == [1]
-
-
-def test_each_process_is_shown_before_the_first_step(dpmon: Dpmon) -> None:
-    start(dpmon, 2, STARTING)
-
-    def words() -> list[Any]:
-        return [rank["words"] for rank in json.loads(dpmon.run("why", "--json").out)["now"]["ranks"]]
-
-    expected = ["in prepare (job.py:5)", "in DistributedDataParallel.__init__ (job.py:9)"]
-    wait_for(lambda: words() == expected, limit=WAIT_S, what="both ranks at their places")
-    (dpmon.cwd / "go on").touch()

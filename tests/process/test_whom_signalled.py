@@ -143,38 +143,3 @@ def test_the_third_interrupt_also_kills_processes_that_left_the_session(dpmon: D
     process.send_signal(signal.SIGINT)
     assert process.wait(100) == 137
     wait_for(lambda: not proc.is_alive(child, None), what="the child's end")
-
-
-def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
-    """The outer run starts it in the background, so its supervisor has the outer run's environment."""
-    dpmon.waiting(name="inner.py")
-    words = dpmon.words("--detach", "--name", "inner", *dpmon.warm(), "inner.py")
-    dpmon.script(f"import subprocess; subprocess.run({words!r}, check=True)", "outer.py")
-    dpmon.run("--name", "outer", "outer.py")
-    dpmon.begun()
-    inner = next(directory for directory in dpmon.runs() if "-inner-" in directory.name)
-    info = dpmon.info(inner)
-    result = dpmon.run("stop", "outer")
-    assert "has ended" in result.text, result.text + result.errors
-    assert proc.is_alive(info["supervisor_pid"], info["supervisor_started"])
-    assert proc.is_alive(info["command_pid"], info["command_started"])
-    assert dpmon.run("stop", "inner").status == 0
-
-
-def test_a_training_that_stops_its_own_run(dpmon: Dpmon) -> None:
-    """`dpmon stop` runs to its end although it is itself one of the run's processes."""
-    words = dpmon.words("stop", "self")
-    dpmon.script(
-        "import os, pathlib, signal, subprocess\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "with open('said', 'wb') as said:\n"
-        f"    subprocess.Popen({words!r}, stdout=said, preexec_fn=lambda: signal.signal(signal.SIGINT,"
-        " signal.SIG_DFL))\n"
-        "signal.pause()\n"
-    )
-    result = dpmon.run("--name", "self", "script.py")
-    assert result.status == 128 + signal.SIGTERM
-    said = wait_for(lambda: text if "stopped" in (text := (dpmon.cwd / "said").read_text()) else "")
-    assert [line.split(":")[0] for line in said.splitlines()] == [
-        "SIGINT to 1 process", "SIGTERM to 1 process", "stopped by SIGTERM",
-    ]  # fmt: skip

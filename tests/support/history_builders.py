@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sqlite3
 import sys
 import time
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dpmon.model.mode_comparison import Comparison, compare_modes
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents
-from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
+from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
-from dpmon.record.history_rows import Definition, Row
-from dpmon.record.record_types import Call, CallParts, CallRow, Event, Record, Size, Step
+from dpmon.record.history_rows import Row
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import (
     EVALUATION,
     QUANTITIES,
     REST,
-    SPAN_PHASES,
     STEP,
     STEP_KINDS,
     TRAINING,
@@ -36,8 +31,6 @@ from dpmon.record.schema import (
     device_series,
 )
 from dpmon.record.schema import PHASES as SCHEMA
-from dpmon.record.shared_names import CALL_PHASES
-from dpmon.record.span_format import Flag
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
@@ -52,16 +45,15 @@ from dpmon.store.ring_drain import COMMIT_S, RingDrain
 from dpmon.store.ring_intake import RingIntake
 from dpmon.store.rings import RINGS, RingRow
 from dpmon.store.shapes import read_shapes
-from dpmon.store.step_stats import StatsWindow
 from dpmon.store.steps import StepRow, read_called_steps, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import SeriesStats, Tally
-from dpmon.store.tally_keys import NO_SAMPLES, TallyKey
+from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 from dpmon.store.write_batch import WriteBatch
-from support.record_builders import SECOND, calls_alone, flags_of, records_of_rows, step_row, with_other
+from support.record_builders import SECOND, step_row
 
 SUPERVISOR = -1
 _SUPERVISOR_KINDS = ("device", "host", "input", "exit")
@@ -71,7 +63,7 @@ ORIGIN_S = 1_700_000_000
 
 
 class Recording:
-    """A run written by a test, from rows or records."""
+    """A run written by a test from rows: by the intake and the writer of the supervisor, into a real history."""
 
     def __init__(
         self,
@@ -94,34 +86,39 @@ class Recording:
             self._db = self._history._db
         self._accounts = ProcessAccounts()
         self._intakes: dict[int, RingIntake] = {}
-        self._makers: dict[int, _RowMaker] = {}
+        self._evaluations: Counter[int] = Counter()
+        """Evaluation steps so far, by process."""
         self._next_id = self._history.next_id
         self._snapshot_builder = SnapshotBuilder()
 
-    def add(self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None) -> Recording:
-        """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's."""
+    def add(self, rows: Iterable[Row], process: int = 0, rank: int | None = None) -> Recording:
+        """Write the rows of a process. Samples, waits for input and the exit are stored as the supervisor's."""
         batch = WriteBatch(self._origin_s)
-        maker = self._makers.setdefault(process, _RowMaker())
-        for count, record in enumerate(maker.with_kinds(list(records)), start=1):
-            for row in maker.rows(record):
-                self._add_row(batch, row, process, rank)
+        for count, row in enumerate(self._with_kinds(list(rows), process), start=1):
+            intake = self._intake(_source(row, process), rank)
+            self._next_id += intake.add(batch, self._next_id, row)
             if count % _BATCH == 0:
                 batch = self._write(batch)
         self._write(batch)
         return self
 
-    def _add_row(self, batch: WriteBatch, row: Row, process: int, rank: int | None = None) -> None:
-        intake = self._intake(_source(row, process), rank)
-        self._next_id += intake.add(batch, self._next_id, row)
+    def _with_kinds(self, rows: Sequence[Row], process: int) -> Sequence[Row]:
+        """Return the rows with the kind of each step that follows from its phases; its number counts those of its kind.
 
-    def _add_waiting_calls(self) -> None:
-        """Write the calls whose steps have not come."""
-        batch = WriteBatch(self._origin_s)
-        for process, maker in self._makers.items():
-            for row in maker.pop_waiting_calls():
-                self._add_row(batch, row, process)
-        if batch.rows:
-            self._write(batch)
+        Rows with other kinds than training are as the assembler makes them.
+        """
+        if any(isinstance(row, Step) and row.kind != TRAINING for row in rows):
+            return rows
+        found: list[Row] = []
+        for row in rows:
+            if isinstance(row, Step) and row.step > 0:
+                if {"backward", "optimizer"} & row.phases.keys():
+                    row = row._replace(step=row.step - self._evaluations[process])
+                else:
+                    self._evaluations[process] += 1
+                    row = row._replace(kind=EVALUATION, step=self._evaluations[process])
+            found.append(row)
+        return found
 
     def missed(self, count: int) -> None:
         """Set how many records were overwritten before they could be read."""
@@ -142,12 +139,10 @@ class Recording:
 
     def close(self) -> None:
         """Close the history in a directory."""
-        self._add_waiting_calls()
         self._history.close()
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        self._add_waiting_calls()
         return Store(self._history.connection)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
@@ -156,22 +151,20 @@ class Recording:
         return self._snapshot_builder.build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset(ended))
 
 
-def open_store_with(
-    records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]], origin_ns: int = 0
-) -> Store:
+def open_store_with(rows: Iterable[Row] | Mapping[int, Iterable[Row]], origin_ns: int = 0) -> Store:
     """Return the store of a run of one process, or of several."""
-    return _record_run(records, origin_ns).store()
+    return _record_run(rows, origin_ns).store()
 
 
-def snapshot_of_records(
-    records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]],
+def snapshot_of_rows(
+    rows: Iterable[Row] | Mapping[int, Iterable[Row]],
     t_ns: int | None = None,
     *,
     origin_ns: int = 0,
     **wanted: Any,
 ) -> RunSnapshot:
-    """Return the state of the screen at the end, or at time `t_ns`, from records of one process or of several."""
-    return _record_run(records, origin_ns).state(t_ns, **wanted)
+    """Return the state of the screen at the end, or at time `t_ns`, from rows of one process or of several."""
+    return _record_run(rows, origin_ns).state(t_ns, **wanted)
 
 
 def snapshot_of_directory(directory: Path, t_ns: int | None = None, **wanted: Any) -> RunSnapshot:
@@ -180,9 +173,9 @@ def snapshot_of_directory(directory: Path, t_ns: int | None = None, **wanted: An
         return SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset())
 
 
-def _record_run(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:
+def _record_run(rows: Iterable[Row] | Mapping[int, Iterable[Row]], origin_ns: int) -> Recording:
     found = Recording(origin_ns)
-    by_process: Mapping[int, Iterable[Any]] = records if isinstance(records, Mapping) else {0: records}
+    by_process: Mapping[int, Iterable[Row]] = rows if isinstance(rows, Mapping) else {0: rows}
     for process, own in by_process.items():
         found.add(own, process)
     return found
@@ -195,13 +188,7 @@ def _source(row: Row, process: int) -> int:
     return SUPERVISOR if ours else process
 
 
-# ------------------------------------------------------------------------------------------------ records
-
-
-def rows_of(records: Iterable[Row | Record]) -> list[Row]:
-    """Return the rows of records, with the definitions that they need."""
-    maker = _RowMaker()
-    return [row for record in records for row in maker.rows(record)]
+# ------------------------------------------------------------------------------------------------ steps
 
 
 def account_step(
@@ -210,110 +197,6 @@ def account_step(
     """Return the arguments of `TimeAccount.add_step`."""
     kind = EVALUATION if evaluation else TRAINING
     return Step(0, None, number, mode, start_ns, wall_ns, None, {}, kind=kind), exclusion
-
-
-class _RowMaker:
-    """Makes rows from records of one process."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._other_steps: Counter[int] = Counter()
-        self._waiting: list[tuple[Call, CallRow]] = []
-        """Calls whose steps have not come."""
-
-    def with_kinds(self, records: Sequence[Row | Record]) -> list[Row | Record]:
-        """Return the records of one sequence of steps with the kind that follows from the phases of each step.
-
-        Its number then counts the steps of its kind. A number that is left out stays left out. Records with other
-        kinds than training are as the assembler makes them.
-        """
-        if any(isinstance(record, Step) and record.kind != TRAINING for record in records):
-            return list(records)
-        steps: dict[int | None, tuple[int, int]] = {}
-        for record in records:
-            if isinstance(record, Step) and record.step > 0:
-                trains = {"backward", "optimizer"} & record.phases.keys()
-                kind = record.kind or (TRAINING if trains else EVALUATION)
-                steps[record.step] = kind, record.step - self._other_steps.total()
-                if kind != TRAINING:
-                    self._other_steps[kind] += 1
-                    steps[record.step] = kind, self._other_steps[kind]
-        found: list[Row | Record] = []
-        for record in records:
-            if isinstance(record, Step) and record.step > 0:
-                kind, number = steps[record.step]
-                record = record._replace(kind=kind, step=number)
-            elif isinstance(record, Call) and record.step in steps:
-                kind, number = steps[record.step]
-                record = replace(record, kind=kind, step=number)
-            found.append(record)
-        return found
-
-    def rows(self, record: Row | Record) -> list[Row]:
-        """Return new definitions, then the record. Calls wait for their step."""
-        if isinstance(record, Call):
-            definitions, row = self._call(record)
-            if record.step is None:
-                return [*definitions, calls_alone(0, row, kind=record.kind)]
-            self._waiting.append((record, row))
-            return definitions
-        if isinstance(record, Step) and not record.calls:
-            which = record.step, record.kind
-            calls = [row for call, row in self._waiting if (call.step, call.kind) == which]
-            self._waiting = [(call, row) for call, row in self._waiting if (call.step, call.kind) != which]
-            record = record._replace(calls=calls)
-        return [record]  # type: ignore[list-item]
-
-    def pop_waiting_calls(self) -> list[Row]:
-        """Return the calls whose steps have not come, each alone."""
-        waiting, self._waiting = self._waiting, []
-        return [calls_alone(call.step or 0, row, kind=call.kind) for call, row in waiting]
-
-    def _define(self, out: list[Row], value: Any) -> int:
-        key = repr(value)
-        if key not in self._numbers:
-            # Larger than the numbers in rows that the same test may have written.
-            self._numbers[key] = 1000 + len(self._numbers)
-            out.append(Definition(self._numbers[key], value))
-        return self._numbers[key]
-
-    def _sizes(self, out: list[Row], sizes: Sequence[Size] | None) -> int:
-        if sizes is None:
-            return 0
-        written = [[size.path, list(size.shape), size.dtype, size.bytes] for size in sizes]
-        for one, size in zip(written, sizes, strict=True):
-            if size.global_shape is not None:
-                one.append(list(size.global_shape))
-        return self._define(out, written)
-
-    def _call(self, call: Call) -> tuple[list[Row], CallRow]:
-        out: list[Row] = []
-        layout = {
-            "root": call.root, "via": call.via, "devices": list(call.devices),
-            "absent": dict(call.absent),
-        }  # fmt: skip
-        number, inputs, outputs = (
-            self._define(out, layout), self._sizes(out, call.inputs), self._sizes(out, call.outputs)
-        )  # fmt: skip
-        ran = [call.phases.get(name) for name in CALL_PHASES]
-        replicas = [
-            (self._sizes(out, each.inputs), self._sizes(out, each.outputs), each.offset_ns, each.host_ns)
-            for each in call.replicas
-        ]
-        stages = [
-            (
-                self._define(out, {"device": stage.device, "parts": list(stage.parts)}),
-                self._sizes(out, stage.inputs), self._sizes(out, stage.outputs), stage.offset_ns, stage.host_ns,
-            )
-            for stage in call.stages
-        ]  # fmt: skip
-        parts = CallParts([phase and (phase.offset_ns, phase.host_ns) for phase in ran], replicas, stages)
-        flags = flags_of(call.virtual, call.training, call.grad, call.failed) | Flag.DP * (call.mode == "dp")
-        row = CallRow(call.call, flags, number, call.start_ns, call.wall_ns, inputs, outputs, parts)
-        times = [phase and phase.device_ms for phase in ran]
-        times += [replica.device_ms for replica in call.replicas]
-        times += [stage.device_ms for stage in call.stages]
-        return out, row.with_device_times(times, 0) if any(time is not None for time in times) else row
 
 
 # ------------------------------------------------------------------------------------------------ run directories
@@ -342,7 +225,7 @@ def make_live_run(directory: Path, **about: Any) -> RunInfo:
 
 
 def write_run_directory(
-    processes: Mapping[int, Iterable[Row | Record]],
+    processes: Mapping[int, Iterable[Row]],
     *,
     status: int | None = 0,
     seconds: float = 60.0,
@@ -368,22 +251,6 @@ def write_run_directory(
 
 
 # ------------------------------------------------------------------------------------------------ steps for tallies
-
-NOT_RUN = -1
-
-_CALL_PHASES = [PHASES.index(phase.display_name) for phase in SCHEMA if phase.of_call]
-_FORWARD_PHASE = PHASES.index("forward")
-_TRAINING_PHASES = [PHASES.index(name) for name in ("backward", "optimizer")]
-
-
-class StepSample(NamedTuple):
-    """One step; `phases`: ns of each of PHASES, or NOT_RUN."""
-
-    step: int
-    end_ns: int
-    wall_ns: int
-    samples: int | None
-    phases: tuple[int, ...]
 
 
 class StepFacts(NamedTuple):
@@ -412,40 +279,9 @@ class StepFacts(NamedTuple):
         return StepRow(*place, measured, rest_ns=self.rest)
 
 
-def _tally_facts(sample: StepSample) -> StepFacts:
-    took = [value if value >= 0 else None for value in sample.phases]
-    rest = took[_FORWARD_PHASE]
-    if rest is not None:
-        took[_FORWARD_PHASE] = rest + sum(took[at] or 0 for at in _CALL_PHASES)
-    return StepFacts(sample.step, sample.wall_ns, quantities(samples=sample.samples), took, rest)
-
-
 def quantities(**known: int | None) -> tuple[int | None, ...]:
     """Return the quantities of a step in the order of the schema."""
     return tuple(known.get(quantity.name) for quantity in QUANTITIES)
-
-
-def compare_steps(
-    steps: Mapping[str, Sequence[StepSample]],
-    *,
-    seen: Mapping[str, int] | None = None,
-    devices: Sequence[str] = (),
-    virtual: bool = False,
-) -> Comparison:
-    """Compare the steps of "dp" with those of "single", as in `compare_modes`; `seen`: number of all steps by mode."""
-    history, batch, longest = HistoryWriter(sqlite3.connect(":memory:", isolation_level=None), {}), WriteBatch(), []
-    for mode, samples in steps.items():
-        for step in samples:
-            facts, start = _tally_facts(step), step.end_ns - step.wall_ns
-            kind = 0 if any(step.phases[at] >= 0 for at in _TRAINING_PHASES) else EVALUATION
-            key = TallyKey(0, mode, kind, NO_SAMPLES if step.samples is None else step.samples)
-            batch.add_step(key, facts.row(start, key), ())
-            longest.append(facts.row(start, key))
-        for number in range(len(samples), (seen or {}).get(mode, 0)):
-            key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
-            batch.add_step(key, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
-    history.write(batch)
-    return compare_modes(StatsWindow(Store(history.connection)), 0, devices=devices, virtual=virtual, longest=longest)
 
 
 _STEP_KINDS = (0, EVALUATION, WARM_UP, EVALUATION | WARM_UP)
@@ -570,52 +406,6 @@ def assert_same_contents(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Assert that the answers of all queries are equal."""
     for name in wanted:
         assert found[name] == wanted[name], name
-
-
-# ------------------------------------------------------------------------------------------------ a recorded run
-
-_LINEAR_RUN = Path(__file__).parents[1] / "data" / "linear.records"
-_LINEAR_ROW_TYPES = {"CallRow": CallRow, "Definition": Definition, "Event": Event}
-
-
-def read_linear_run() -> list[Record]:
-    """Return its records in the order in which a screen would have read them."""
-    data = json.loads(zlib.decompress(_LINEAR_RUN.read_bytes()))
-    rows: tuple[list[Row], list[Row]] = ([], [])
-    for source, kind, members in data["rows"]:
-        rows[source].append(_parse_linear_row(kind, members))
-    records = [record for each in rows for record in records_of_rows(each, origin_ns=data["start_ns"])]
-    calls = {record.step: record for record in records if isinstance(record, Call)}
-    with_spans = (_with_spans_of_call(one, calls[one.step]) if isinstance(one, Step) else one for one in records)
-    return sorted(with_spans, key=_end_ns)
-
-
-def _parse_linear_row(kind: str, members: list[Any]) -> Any:
-    if kind == "CallRow":
-        step, number, mode, flags, *others, parts = members
-        return calls_alone(step, CallRow._make([number, flags | Flag.DP * (mode == "dp"), *others, CallParts(*parts)]))
-    if kind == "StepRow":
-        step, mode, start, wall, phases, counts, *rest = members
-        samples = counts.pop("samples", None)
-        return Step(0, None, step, mode, start, wall, samples, with_other(phases, wall), counts, *rest)
-    return _LINEAR_ROW_TYPES[kind](*members)
-
-
-def _with_spans_of_call(step: Step, call: Call) -> Step:
-    """Add the spans that steps have today: backward and optimizer follow the call."""
-    at = call.start_ns - step.start_ns
-    runs = [(0, 0, step.phases["data"])]
-    for name in ("forward", "backward", "optimizer"):
-        runs.append((SPAN_PHASES.index(name), at, step.phases[name]))
-        at += step.phases[name]
-    return step._replace(runs=runs)
-
-
-def _end_ns(record: Record) -> float:
-    if isinstance(record, Event):
-        return float(record.data.get("t_s", 0.0)) * 1e9
-    assert isinstance(record, (Call, Step))
-    return record.start_ns + record.wall_ns
 
 
 # ------------------------------------------------------------------------------------------------ analyses

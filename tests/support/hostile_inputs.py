@@ -11,20 +11,6 @@ from pathlib import Path
 
 import pytest
 
-DAMAGE = {
-    "a great number": str(10**400),
-    "infinity": "1e999",
-    "no number": "NaN",
-    "negative": "-7",
-    "nested without end": "[" * 20_000 + "]" * 20_000,
-    "half a character": '"\\ud800\\u001b[2J"',
-    "an object": '{"a": {"b": [1, 2]}}',
-    "a list": '[[], {}, "x", -1, null]',
-    "a truth": "true",
-    "long": '"' + "x" * 30_000 + '"',
-}
-
-
 # ------------------------------------------------------------------------------------------------ file types
 
 

@@ -8,14 +8,13 @@ import time
 import types
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from textual.geometry import Region
 from textual.pilot import Pilot
 
-from dpmon.record.record_types import Event, Record
+from dpmon.record.history_rows import Row
 from dpmon.run.activities import StartupStage
 from dpmon.run.lifecycle import build_exit_info
 from dpmon.run.run_directory import ExitInfo, write_info
@@ -24,20 +23,20 @@ from dpmon.store.store_queries import Store
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.playback import Playback, Player
 from support.history_builders import Recording, make_live_run, make_run_info
-from support.record_builders import SECOND, Training, host_event, records_of_rows
+from support.record_builders import SECOND, Training, host_event
 from support.run_harness import LIMIT_S, Dpmon, Terminal
 from support.screen_states import STYLE
 
 
 class FakeReader:
-    """A run that the test controls: the screen reads records appended to `new` at its next update."""
+    """A run that the test controls: the screen reads rows appended to `new` at its next update."""
 
     def __init__(self, directory: Path, mode_option: str = "auto") -> None:
         about = {"id": "20261120-141502-linear-7f3a", "python": "/usr/bin/python3", "options": {"mode": mode_option}}
         self.info = make_run_info(**about, start_ns=SECOND, command_pid=None)
         self.output_paths: tuple[Path, ...] = (directory / "output.log",)
-        self.recording = Recording()
-        self.new: list[Record] = []
+        self.recording = Recording(self.info.start_ns)
+        self.new: list[Row] = []
         self.ended: Any = None
         self.is_alive: bool | None = True
         self.asked: list[str] = []
@@ -60,8 +59,7 @@ class FakeReader:
     def open_store(self) -> Iterator[Store]:
         self.looks += 1
         new, self.new = self.new, []
-        for process, records in groupby(new, key=_process_of):
-            self.recording.add(records, process)
+        self.recording.add(new)
         yield self.recording.store()
 
     def startup_stage(self) -> StartupStage | None:
@@ -110,11 +108,6 @@ class FakeReader:
         self.closed = True
 
 
-def _process_of(record: Record) -> int:
-    number = record.data.get("process") if isinstance(record, Event) else record.process
-    return number if isinstance(number, int) else 0
-
-
 async def wait_until(condition: Callable[..., object], what: str, shown: Callable[[], str] = str) -> None:
     """Wait for a condition; fail with what is shown if it does not come."""
     deadline = time.monotonic() + LIMIT_S
@@ -158,7 +151,7 @@ async def open_screen(
     reader = FakeReader(directory, **options)
     training = Training(devices=("cpu:0", "cpu:1"))
     if steps:
-        reader.new = records_of_rows([*training.begin(), *training.run(steps), host_event(1.0)], origin_ns=SECOND)
+        reader.new = [*training.begin(), *training.run(steps), host_event(1.0)]
     app = Monitor(directory, STYLE, refresh=0.1, open_reader=reader.as_reader, open_store=reader.open_store)
     async with app.run_test(size=size) as pilot:
         on = ScreenHarness(app, pilot, reader, training)

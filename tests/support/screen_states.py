@@ -12,7 +12,7 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Event, Record
+from dpmon.record.record_types import Event
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.store.loss_table import LossBin
 from dpmon.ui.panels.panel_output import OutputView
@@ -21,7 +21,7 @@ from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
 from dpmon.ui.styled_rows import Row as StyledRow
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import ASCII, COLOR, MONO, UNICODE, TerminalStyle
-from support.history_builders import SUPERVISOR, Recording, snapshot_of_records
+from support.history_builders import SUPERVISOR, Recording, snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import (
     SECOND,
@@ -58,11 +58,9 @@ def exit_info_of(status: int | None, signal: str | None = None, at_ns: int = 9, 
     return ExitInfo(status, signal, 0.0, at_ns, at_ns / 1e9, "supervisor", **more)
 
 
-def screen_data_of(
-    training: Training, steps: int = 300, more: Sequence[Row | Record] = (), **changes: Any
-) -> ScreenData:
+def screen_data_of(training: Training, steps: int = 300, more: Sequence[Row] = (), **changes: Any) -> ScreenData:
     payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
-    state = snapshot_of_records(payloads)
+    state = snapshot_of_rows(payloads)
     facts = ScreenData(
         state, training.now + SECOND // 10, RUN_INFO, is_command_alive=True, can_toggle=True, can_type=True
     )
@@ -74,7 +72,7 @@ def gpu_screen_data(count: int, **more: Any) -> ScreenData:
     payloads = [*training.begin(), *training.run(20)]
     for index in range(count):
         payloads += [whole_device_event(float(t), index, util_pct=10 * index % 101, **more) for t in range(20)]
-    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
+    return ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True)
 
 
 def shown_process(facts: ScreenData) -> Process:
@@ -116,10 +114,8 @@ def situations() -> dict[str, ScreenData]:
     zoomed = {
         "gpu memory": screen_data_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
         "memory": screen_data_of(Training(), 5, [held]),
-        "device times": ScreenData(
-            snapshot_of_records(timed_training(40)), 3 * SECOND, RUN_INFO, is_command_alive=True
-        ),
-        "stages": ScreenData(snapshot_of_records(staged_calls(9, None)), SECOND, RUN_INFO, is_command_alive=True),
+        "device times": ScreenData(snapshot_of_rows(timed_training(40)), 3 * SECOND, RUN_INFO, is_command_alive=True),
+        "stages": ScreenData(snapshot_of_rows(staged_calls(9, None)), SECOND, RUN_INFO, is_command_alive=True),
     }
     for count in (2, 64):
         run, now = record_ddp_ranks(count, slow=1, steps=20)
@@ -132,9 +128,7 @@ def situations() -> dict[str, ScreenData]:
         "dp": dp,
         "gpus": gpus,
         "many replicas": screen_data_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
-        "both modes": ScreenData(
-            snapshot_of_records(both), single.now, RUN_INFO, is_command_alive=True, can_toggle=True
-        ),
+        "both modes": ScreenData(snapshot_of_rows(both), single.now, RUN_INFO, is_command_alive=True, can_toggle=True),
         "pending": replace(dp, mode_request=ModeRequest("single", "pending", dp.now_ns - SECOND)),
         "refused": replace(
             dp, mode_request=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)
@@ -148,7 +142,7 @@ def situations() -> dict[str, ScreenData]:
         "zoom 8 GPUs": replace(gpu_screen_data(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
         "hostile": screen_data_of(hostile, 20, run_info=replace(RUN_INFO, script="a\x1b[31m/" + "漢" * 100)),
         "failed call": ScreenData(
-            snapshot_of_records([*failed.begin(), *failed.step(failed=True)]),
+            snapshot_of_rows([*failed.begin(), *failed.step(failed=True)]),
             failed.now,
             RUN_INFO,
             is_command_alive=True,

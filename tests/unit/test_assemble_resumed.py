@@ -10,7 +10,6 @@ import pytest
 from dpmon.assemble import Assembler, step_boundaries
 from dpmon.record.record_types import Event
 from dpmon.record.span_format import Flag, Kind, Span
-from support.record_builders import RowReader
 from support.run_harness import scaled_size
 from support.script_simulator import (
     Script,
@@ -20,7 +19,6 @@ from support.script_simulator import (
     check_spans_of_step,
     decode_rows,
     split_definitions,
-    without_definitions,
 )
 
 Draw = random.Random
@@ -215,36 +213,7 @@ def test_a_successor_repeats_nothing_and_loses_what_was_held_at_most(seed: int) 
         assert told([*first.events, *second.events]).total() == told(expected.events).total(), cut
 
 
-@pytest.mark.parametrize("loop", ["d f b o ", "f b o ", "f b o2 f b o ", "f b "])
-def test_a_successor_changes_only_the_open_step_of_a_regular_loop(loop: str) -> None:
-    script = Script().play("m " * ("o" in loop) + loop * 8)
-    expected = decode_rows(assemble_in_portions(script, []))
-    assert len(expected.steps) == 8
-    for cut in range(len(script.spans) + 1):
-        first, second = (decode_rows(payloads) for payloads in assemble_with_successor(script, cut))
-        steps = [*first.steps, *second.steps]
-        assert steps[: len(first.steps)] == expected.steps[: len(first.steps)]
-        if first.steps:  # else its rule was not known yet
-            assert len(steps) in (7, 8), cut
-
-
-@pytest.mark.parametrize("loop", ["d f b o ", "d f b f b o ", "f b f b o "])
-def test_a_successor_numbers_no_step_whose_start_it_has_not_read(loop: str) -> None:
-    """Otherwise, it would count as a short step, although the run may have stalled in it."""
-    script = Script().play("m " + loop * 8)
-    (span_count,) = {len(step.spans or ()) for step in decode_rows(assemble_in_portions(script, [])).steps}
-    for cut in range(len(script.spans) + 1):
-        _, second = (decode_rows(payloads) for payloads in assemble_with_successor(script, cut))
-        assert {len(step.spans or ()) for step in second.steps if step.step} <= {span_count}, cut
-
-
 # ------------------------------------------------------------------------------------------ damage
-
-
-def test_a_span_that_was_written_twice_counts_once() -> None:
-    script, twice = (Script().play("d l " * 3) for _ in range(2))
-    twice.spans = [span._replace(number=2 * span.number + copy) for span in twice.spans for copy in range(2)]
-    assert without_definitions(assemble_in_portions(twice, [])) == without_definitions(assemble_in_portions(script, []))
 
 
 def test_a_lost_span_does_not_affect_other_steps() -> None:
@@ -265,34 +234,6 @@ def test_a_lost_span_does_not_affect_other_steps() -> None:
     assert [call.step for call in result.calls] == [1, 2, 3]
     assert all(len(call.phases) == 4 and len(call.replicas) == 2 for call in result.calls)
     assert assembler.dropped == 0  # an interrupt also leaves such parts
-
-
-@pytest.mark.parametrize("seed", range(scaled_size(15, 100)))
-def test_lost_spans_and_lines_raise_nothing(seed: int) -> None:
-    """Spans may be overwritten before they are read, and lines do not fit on a full disk."""
-    draw = Draw(seed)
-    share = draw.choice([0.02, 0.1, 0.4])
-    script = Chance(seed).run(6)
-    lines = [line for _, line in script.lines if draw.random() > share]
-    spans = [span for span in script.spans if draw.random() > share]
-    assembler = Assembler()
-    payloads = []
-    for at in range(0, len(spans), 50):
-        payloads += assembler.feed(spans[at : at + 50], lines if at == 0 else [])
-        payloads += assembler.take_current_span(Kind.FETCH, spans[at].end)
-    payloads += assembler.finish()
-    decoder = RowReader(0)
-    for payload in payloads:
-        decoder.records(payload)
-
-
-def test_deep_nesting_is_read_in_a_moment() -> None:
-    spans = [Span(at, Kind.OPTIMIZER, 0, Kind.OPTIMIZER, 0, 1, 10**6 - at, 2 * at, 0, 0) for at in range(15_000)]
-    spans.append(Span(len(spans), Kind.CALL, 0, 0, 0, 1, 0, 10**7, 0, 0))
-    assembler = Assembler()
-    rows = assembler.feed(spans, [{"define": 1, "value": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
-    result = decode_rows(rows + assembler.finish())
-    assert (len(result.calls), len(result.steps)) == (1, 1)
 
 
 def test_spans_that_wait_for_others_are_bounded() -> None:

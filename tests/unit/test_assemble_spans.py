@@ -7,7 +7,7 @@ import pytest
 from dpmon.assemble import step_boundaries
 from dpmon.record.record_types import MAX_SPANS, Step
 from dpmon.record.span_format import Flag
-from support.script_simulator import MS, START_NS, Script, assemble_script, check_spans_of_step
+from support.script_simulator import MS, Script, assemble_script, check_spans_of_step
 
 
 def ran(step: Step) -> list[tuple[str, float, float]]:
@@ -19,15 +19,6 @@ def ran(step: Step) -> list[tuple[str, float, float]]:
 def only(script: Script) -> Step:
     (step,) = assemble_script(script).steps
     return step
-
-
-def test_a_usual_step() -> None:
-    steps = assemble_script(Script().play("w50 " + "d l " * 3 + "D")).steps
-    assert [ran(step) for step in steps] == 3 * [
-        [("data", 0, 1), ("forward", 1.1, 2.1), ("backward", 2.2, 3.2), ("optimizer", 3.3, 4.3)]
-    ]
-    assert [step.missing_spans for step in steps] == [0, 0, 0]
-    assert steps[0].start_ns == START_NS + 50 * MS
 
 
 @pytest.mark.parametrize(
@@ -46,15 +37,6 @@ def test_spans_follow_each_other_or_are_nested(loop: str, expected: str) -> None
     spans = [f"{name[0]} {begin:.11g} {end:.11g}" for name, begin, end in ran(step)]
     assert " ".join(spans) == expected.format(o="12000.423456 12001.423456")
     check_spans_of_step(step)
-
-
-def test_the_code_of_a_closure_is_not_the_optimizer() -> None:
-    """The closures take 2 and 5 ms beside their forward and backward."""
-    step = only(Script().play("m o( k=2( f b ) k=5( f=3 b=4 ) ) "))
-    phases = {name: took / MS for name, took in step.phases.items()}
-    between = 0.1  # after each span
-    assert phases == {"forward": 4, "backward": 5, "optimizer": 1 + 2 * between, "other": 2 + 5 + 4 * between}
-    assert sum(step.phases.values()) == step.wall_ns
 
 
 def test_the_outer_of_two_spans_with_equal_times_comes_first() -> None:

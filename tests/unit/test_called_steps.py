@@ -9,13 +9,12 @@ import pytest
 
 from dpmon.export.incremental_rows import MAX_CALLED_CHARS, IncrementalRows
 from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Call, CallRow, Step
+from dpmon.record.record_types import Call, Step
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.store import records as all_records
 from dpmon.store.records import read_records
 from dpmon.store.steps import (
     decode_calls,
-    encode_calls,
     find_last_main_step,
     find_next_step_ns,
     find_step_end,
@@ -28,7 +27,7 @@ from dpmon.store.steps import (
 )
 from dpmon.store.store_queries import Store
 from support.history_builders import Recording
-from support.record_builders import SECOND, TRAINING_FLAGS, Training, call_row, calls_alone, parts_of
+from support.record_builders import SECOND, TRAINING_FLAGS, Training, call_row, calls_alone
 
 MS = 1_000_000
 
@@ -55,21 +54,6 @@ def _numbered_from(number: int, rows: list[Row]) -> list[Row]:
             number += 1
         numbered.append(row)
     return numbered
-
-
-def test_calls_are_read_as_they_were_written() -> None:
-    plain = CallRow(41, TRAINING_FLAGS, 1, 1000 + 5, 10, 2, 3)
-    divided = CallRow(42, 0, 7, 1000 + 90, 20, 0, 0, parts_of((0, 1, 1, 2, 3, 4, -1, 0), (2, 3, 0, 4) * 2))
-    timed = CallRow(43, 0, 7, 1000 + 95, 20, 0, 0).with_device_times([None, 1.5, None, None, 2.0], 3)
-    step = Step(0, None, 9, "dp", 1000, 500, None, {"other": 500}, calls=[plain, divided, timed])
-    text = encode_calls(step)
-    assert text is not None
-    assert text.startswith(f"[[{TRAINING_FLAGS},1,5,10,2,3],["), "a usual call has no parts"
-    later = [call._replace(start=call.start + 7000) for call in step.calls]
-    read = decode_calls(text, 8000, 43)
-    assert json.dumps(read) == json.dumps(later)
-    assert encode_calls(step._replace(calls=())) is None
-    assert decode_calls(None, 0, 0) == []
 
 
 def test_calls_that_no_step_holds_are_no_steps() -> None:

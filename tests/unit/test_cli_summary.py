@@ -46,11 +46,6 @@ def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: i
         assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > room, "full"
 
 
-def test_two_long_lines_are_not_fitted() -> None:
-    for lines in (["x" * 500], ["x" * 500, "record"]):
-        assert fit_lines(lines, 4, 40, MORE) == lines
-
-
 def test_the_tables_of_the_report_follow(state: Path) -> None:
     """Each replica with its most frequent size, and the others counted; named after its model."""
     training = Training(root="Generator")
@@ -90,12 +85,6 @@ def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_trainin
     parts = f"start-up 3.00 s, training {seconds - 8:.2f} s, between steps 4.00 s, after the last step 1.00 s"
     assert lines[1].partition(": ")[2] == parts
     assert lines[2].startswith(f"the longest gaps between steps: 4.00 s after step {gap_after}")
-
-
-def test_nearly_nothing_but_training_needs_no_parts(state: Path) -> None:
-    training = Training(start_ns=SECOND // 10)
-    directory = write_run_directory({0: [*training.begin(), *training.run(4000)]})
-    assert not any(line.startswith("elapsed ") for line in summary_lines(directory, None))
 
 
 @pytest.mark.parametrize(

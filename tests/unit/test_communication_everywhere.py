@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,6 @@ from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.model.compared_run import RUN_METRICS
-from dpmon.record.record_types import Event
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
@@ -26,14 +23,12 @@ from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.span_ring import SpanRing
 from dpmon.store.records import read_records
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.format_readers import read_trace, report_json_of
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
-from support.record_builders import with_event_data
 from support.run_harness import append_to
 
 HELD_UP = "rank 1 delays the others by 6.00 ms per step (34%): its data takes 6.40 ms, others 400 µs"
@@ -46,19 +41,6 @@ def a_run(status: int | None = 0, **how: Any) -> Path:
     """Make a run of three ranks; the second waits long for data."""
     made, _ = ddp_rank_rows(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
     return write_run_directory(made, status=status)
-
-
-def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
-    directory = a_run()
-    ring = SpanRing(str(directory / "process-9.ring"), process=9)
-    collect_report_data(directory)
-    gc.collect()  # what other tests left open
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        collect_report_data(directory)
-        summary_lines(directory, None)
-    assert len(os.listdir("/proc/self/fd")) <= before
-    del ring
 
 
 def test_text_page_and_json_of_the_report_have_the_communication(state: Path) -> None:
@@ -135,23 +117,6 @@ def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
     text = text_lines(build_document(collect_report_data(a_run(world=8))), 200)
     assert any("3 of 8 ranks are recorded" in line for line in text)
     assert "RANKS: where step time goes" not in text
-
-
-def test_restarted_ranks_are_reported_together(state: Path) -> None:
-    first, end = ddp_rank_rows(2, slow=1, steps=60, noise=0.0)
-    second, _ = ddp_rank_rows(2, slow=1, steps=60, noise=0.0)
-    moved = {
-        2 + rank: [
-            with_event_data(row, process=rank + 2) if isinstance(row, Event) and "process" in row.data else row
-            for row in own
-        ]
-        for rank, own in second.items()
-    }
-    directory = write_run_directory({**first, **moved})
-    found = report_json_of(collect_report_data(directory))
-    assert found["communication"]["joined_steps"] == 2 * 55
-    assert found["communication"]["straggler"]["rank"] == 1
-    assert end > 0
 
 
 def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:

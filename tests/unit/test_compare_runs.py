@@ -6,18 +6,15 @@ import json
 import random
 import re
 import sqlite3
-import time
 from contextlib import closing
 from math import comb, exp, sqrt
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
 
 from dpmon.cli.main import main
 from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
-from dpmon.model.device_usage import DeviceUsageBuilder
 from dpmon.model.run_comparison import (
     Judgment,
     RunComparison,
@@ -28,17 +25,13 @@ from dpmon.model.run_comparison import (
     outcome_sentence,
     result_sentence,
 )
-from dpmon.record.record_types import Event, Step
-from dpmon.record.schema import EVALUATION, FORWARD_ONLY
+from dpmon.record.record_types import Event
 from dpmon.report.comparison_report import build_document, comparison_as_json, read_compared_run
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
-from dpmon.store.device_rollups import DeviceRollup
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.list_dialogs import RunEntry, RunList
-from dpmon.ui.terminal_style import COLOR, UNICODE, TerminalStyle
 from support.format_readers import check_json_is_documented
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
@@ -79,14 +72,6 @@ def test_two_against_two_have_no_bound_and_three_against_three_only_single_bound
     five = estimate_change([1.0] * 5, [2.0, 2.1, 2.2, 2.3, 2.4])
     assert five.low == pytest.approx(2.0)
     assert (five.ratio, five.sign) == (pytest.approx(2.2), 1)
-
-
-def test_equal_values_from_sketches_may_differ_by_what_a_sketch_cannot_distinguish() -> None:
-    same = estimate_change([7.0] * 6, [7.0] * 6, is_exact=False)
-    assert same.low is not None
-    assert same.high is not None
-    assert 0.99 < same.low < 0.993
-    assert 1.007 < same.high < 1.01
 
 
 def autoregressive(chance: random.Random, count: int, rho: float) -> list[float]:
@@ -154,18 +139,6 @@ def text_of(found: Judged, width: int = 100) -> str:
     return "\n".join(text_lines(build_document(*found), width))
 
 
-@pytest.mark.parametrize("kind", [EVALUATION, FORWARD_ONLY])
-def test_only_a_step_of_an_evaluation_counts_as_one(state: Path, kind: int) -> None:
-    training = Training(mode="single", step_ns=SECOND // 20)
-    rows = [*training.begin(), *training.run(100)]
-    for _ in range(20):
-        others = training.step(evaluates=True)
-        rows += [row._replace(kind=kind) if isinstance(row, Step) else row for row in others]
-    run = read_compared_run(write_run_directory({0: rows}, seconds=training.now / SECOND))
-    walls = [row.wall_ns for row in rows if isinstance(row, Step) and row.kind == EVALUATION]
-    assert run.values.get("evaluation_step") == (pytest.approx(median(walls), rel=0.01) if walls else None)
-
-
 def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
     found = compared([a_run(1)], [a_run(2, data=25)])
     step = found.found.compared["step"]
@@ -201,14 +174,6 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     assert later.outcome.startswith("inconclusive: too few runs (3 vs. 1)")
     equal = compared(a[::2], b[:0] + a[1::2])
     assert equal.outcome.startswith("inconclusive: too few runs (3 vs. 2): 1 ordering in 10 separates")
-
-
-def test_the_same_runs_give_the_same_answer(state: Path) -> None:
-    a, b = a_run(1), a_run(2)
-    found = compared([a], [b])
-    assert json.dumps(comparison_as_json(*found)) == json.dumps(comparison_as_json(*compared([a], [b])))
-    assert found.outcome.startswith("no difference shows")
-    assert found.status == 0
 
 
 def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Path) -> None:
@@ -255,24 +220,6 @@ def test_other_batches_are_compared_by_their_samples(state: Path) -> None:
     assert found.outcome.startswith("not slower (step per sample, limit +5.0%): from 1.")
     assert re.search(r" ms to \d{3} µs per sample, -[45]\d% \[", found.outcome)
     assert "\nTIME PER SAMPLE\n" in text_of(found)
-
-
-def test_batches_without_a_common_size_are_compared_by_their_samples(state: Path) -> None:
-    """Half of the steps have twice the samples and take twice the time; in B, most do."""
-    directories = []
-    for small_steps, large_steps in ((60, 40), (40, 60)):
-        training = Training(mode="single", step_ns=SECOND // 20)
-        rows = training.begin()
-        for _ in range(2):
-            training.batch, training.step_ns = 30, SECOND // 20
-            rows += training.run(small_steps)
-            training.batch, training.step_ns = 60, SECOND // 10
-            rows += training.run(large_steps)
-        directories.append(write_run_directory({0: rows}, seconds=training.now / SECOND))
-    found = compared([directories[0]], [directories[1]])
-    assert "most of the change" not in found.outcome
-    for side in (0, 1):
-        assert found.found.compared["step"].typical_value(side) == pytest.approx(SECOND / 20 / 30, rel=0.03)
 
 
 def test_runs_of_other_commands_are_judged(state: Path) -> None:
@@ -371,14 +318,6 @@ def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     ).found.differences == [("machine", ", ".join(names), "a, b, c, d and 2 more")]
 
 
-def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
-    training = Training(step_ns=SECOND // 20)
-    split = write_run_directory({0: [*training.begin(), *training.run(100)]}, seconds=10)
-    found = compared([split], [a_run(1)], Threshold("replicate", 0.05))
-    assert [what for what, _, _ in found.found.differences] == ["mode", "devices"]
-    assert found.outcome == "inconclusive (replicate, limit +5.0%): none in B"
-
-
 def test_a_switched_mode_is_the_first_difference(state: Path) -> None:
     training = Training(mode="single", step_ns=SECOND // 20)
     rows = [*training.begin(), *training.run(60), *training.switch("dp"), *training.run(40)]
@@ -455,19 +394,6 @@ def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Pat
     assert re.search(r" step +\S+ ms +\S+ ms +~ +-\S+% to \+\S+% \(90%\)\n", same)
 
 
-def test_a_line_never_ends_between_a_number_and_its_unit(state: Path) -> None:
-    found = compared(*sides(state, 1.1), Threshold("step", 0.05))
-    for width in range(40, 100):
-        assert not [line for line in text_of(found, width).splitlines() if re.match(r" *(%|ms)\b|  %", line)]
-
-
-def test_two_runs_a_side_are_inconclusive_with_the_reason(state: Path) -> None:
-    before, after = sides(state, 2.0)
-    found = compared(before[:2], after[:2], Threshold("step", 0.05))
-    assert found.status == 3
-    assert "too few runs (2 vs. 2): 1 ordering in 6 separates the sides by chance" in found.outcome
-
-
 def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
     a = [a_run(seed) for seed in range(3)]
     grown = [a_run(9 + n, events=[host_event(16.0, run_mem_bytes=2**30)]) for n in range(3)]
@@ -520,52 +446,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
     assert compared(before, after, Threshold("cpu_step", 0.05)).outcome.startswith("slower (CPU time, limit")
 
 
-def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:
-    other = [host_event(t + 0.5, node=1, cpus=8, run_mem_bytes=9 << 30) for t in range(20)]
-    run = read_compared_run(a_run(1, busy={"node": 0, "cpus": 8, "run_mem_bytes": 1 << 30}, events=other))
-    assert run.set_up["hardware"] == "8 processors on one of 2 nodes"
-    assert run.values["host_memory"] == 9 << 30
-    assert read_compared_run(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
-    found = DeviceUsageBuilder()
-    found.add_rollup(DeviceRollup(0, -2, "cpu_pct", 1, 50.0, 50.0))
-    assert ([one.index for one in found.hosts], found.gpus()) == ([-2], ())
-    assert found.hosts[0].points()[0][1] == 50.0
-
-
-def test_a_sample_covers_the_time_since_the_one_before_it() -> None:
-    found = DeviceUsageBuilder()
-    for t, use in ((1.0, 50.0), (2.0, 100.0), (1.5, 900.0), (3.0, None), (4.0, 30.0)):
-        found.add_sample("host", host_event(t, run_cpu_pct=use).data)
-    assert [found.cpu_time_until(int(t * SECOND)) for t in (0.5, 1.0, 1.5, 2.0, 3.0, 4.5)] == [
-        None, 0.0, 0.5 * SECOND, SECOND, 1.3 * SECOND, None,
-    ]  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------ screen
-
-
-def test_the_list_of_runs_to_compare() -> None:
-    began = time.mktime((2026, 11, 26, 4, 17, 0, 0, 0, -1))
-    runs = RunList(Path("new"), TerminalStyle(UNICODE, COLOR, True))
-    found = (("new", "train-93a1", "running", "train.py --lr 0.1"), ("old", "before-41c0", "finished", "train.py"))
-    runs.entries = [RunEntry(Path(place), name, state, began, command) for place, name, state, command in found]
-    runs.chosen_index, runs.sides[Path("old")] = 1, "A"
-    assert rows_text(runs.build_rows(60, 20)) == [
-        "    name         state     started      command",
-        "  B train-93a1   running   11-26 04:17  train.py --lr 0.1",
-        "▸ A before-41c0  finished  11-26 04:17  train.py",
-    ]
-    assert max(map(len, rows_text(runs.build_rows(40, 20)))) <= 40
-    assert (runs.runs_on_side("A"), runs.runs_on_side("B")) == ([Path("old")], [Path("new")])
-
-
-def test_the_list_starts_on_a_run_to_compare_with(state: Path) -> None:
-    before, own = a_run(1, name="before", started_unix=1.7e9), a_run(2, name="own", started_unix=1.7e9 + 60)
-    runs = RunList(own, TerminalStyle(UNICODE, COLOR, True))
-    runs.read()
-    assert runs.entries is not None
-    assert [entry.directory for entry in runs.entries] == [own, before]
-    assert runs.chosen_index == 1
 
 
 async def test_runs_are_chosen_and_compared_on_the_screen(state: Path, tmp_path: Path) -> None:

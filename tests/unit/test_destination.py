@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from pathlib import Path
 
@@ -11,10 +9,7 @@ import pytest
 
 from dpmon.cli.main import main
 from dpmon.cli.status_stream import NonBlockingLineFile
-from dpmon.run.output_target import check_replaceable, is_stream
-from dpmon.run.run_directory import ExitInfo, RunError, load_exit
-from dpmon.supervise.prometheus_file import PrometheusFile
-from dpmon.supervise.supervisor import Supervisor
+from dpmon.run.run_directory import RunError
 from support.history_builders import write_run_directory
 from support.hostile_inputs import FILE_TYPES, create_file_of_type, file_identity
 from support.record_builders import Training, host_event
@@ -114,37 +109,6 @@ def test_a_place_for_metrics_is_refused_before_the_start(
     assert not state.exists()
 
 
-def test_the_descriptors_of_the_machine_are_streams_that_are_never_replaced(tmp_path: Path) -> None:
-    for name in ("/dev/fd/1", "/dev/stdout", "/dev/stderr", "/proc/self/fd/1", f"/proc/{os.getpid()}/fd/0"):
-        assert is_stream(Path(name)), name
-    # Only check these: a failing test must not replace files that the machine needs.
-    for name in ("/dev/stdout", "/proc/self/fd/1"):
-        with pytest.raises(OSError, match="symbolic link"):
-            check_replaceable(Path(name))
-    assert not is_stream(tmp_path / "fd")
-    assert not is_stream(Path("/dev/fd/1x"))
-
-
-@pytest.mark.parametrize("kind", FILE_TYPES)
-def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_path: Path, kind: str) -> None:
-    target = tmp_path / "it.prom"
-    told: list[str] = []
-    metrics = PrometheusFile(target, directory, told.append)
-    metrics.write()
-    assert target.read_text().startswith("# HELP")
-    create_file_of_type(kind, target)
-    before = file_identity(target)
-    metrics.write()
-    metrics.write()
-    how = load_exit(directory)
-    assert how is not None
-    metrics.write(how)
-    assert file_identity(target) == before
-    (text,) = told
-    assert f"cannot be written: it is {kind.replace('block ', '')}" in text
-    assert not list(tmp_path.glob(".dpmon*"))
-
-
 @pytest.mark.parametrize("kind", NOT_STREAMS)
 def test_lines_of_json_truncate_only_the_named_file(tmp_path: Path, kind: str) -> None:
     target = tmp_path / "lines"
@@ -155,42 +119,3 @@ def test_lines_of_json_truncate_only_the_named_file(tmp_path: Path, kind: str) -
     assert file_identity(target) == before
     if kind == "a symbolic link":
         assert (tmp_path / "precious").read_text() == "precious"
-
-
-def test_lines_of_json_through_a_descriptor_come_after_what_is_there(tmp_path: Path) -> None:
-    with open(tmp_path / "log", "wb") as file:
-        file.write(b"before\n")
-        file.flush()
-        NonBlockingLineFile(f"/dev/fd/{file.fileno()}").write(b"{}\n")
-        assert (tmp_path / "log").read_bytes() == b"before\n{}\n"
-
-
-def test_lines_of_json_go_to_a_device_and_truncate_a_file(tmp_path: Path) -> None:
-    create_file_of_type("a device", tmp_path / "sink")
-    before = file_identity(tmp_path / "sink")
-    assert NonBlockingLineFile(str(tmp_path / "sink")).write(b"{}\n")
-    assert file_identity(tmp_path / "sink") == before
-    (tmp_path / "lines").write_text("old and long\n")
-    NonBlockingLineFile(str(tmp_path / "lines")).write(b"{}\n")
-    assert json.loads((tmp_path / "lines").read_bytes()) == {}
-
-
-def test_a_long_file_name_can_be_written(directory: Path, tmp_path: Path) -> None:
-    target = tmp_path / ("ü" * 120)
-    assert main(["export", "-o", str(target)]) == 0
-    assert target.stat().st_size
-
-
-def test_the_end_of_a_run_is_written_after_a_restart_of_the_machine(
-    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "it.prom"
-    directory = write_run_directory({}, status=None, boot_id="another", options={"metrics": str(target)})
-    before = PrometheusFile(target, directory, print)
-    before.write()
-    monkeypatch.setenv("DPMON_METRICS", str(target))
-    metrics = Supervisor(directory)._metrics(print)
-    assert metrics is not None
-    metrics.write(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))
-    (line,) = [line for line in target.read_text().splitlines() if line.startswith("dpmon_run_running{")]
-    assert line.endswith(" 0")

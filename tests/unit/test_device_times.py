@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from dpmon.cli.status_stream import StatusStream, _progress_members
+from dpmon.cli.status_stream import StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.export import iter_records
 from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
-from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import UNTIMED, Call, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
@@ -27,16 +26,11 @@ from dpmon.report.plots import build_plots
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.ui.panels import panel_batch, panel_replicas
-from dpmon.ui.screen_data import ScreenData
-from dpmon.ui.styled_rows import plain_text
 from support.format_readers import report_json_of
-from support.history_builders import snapshot_of_records, write_run_directory
+from support.history_builders import write_run_directory
 from support.record_builders import (
     CALL_TIMES_MS,
     GPUS,
-    HOST_ONLY,
-    SECOND,
     Training,
     growing_times,
     staged_calls,
@@ -44,7 +38,6 @@ from support.record_builders import (
     with_device_times,
 )
 from support.run_harness import append_to
-from support.screen_states import RUN_INFO, STYLE
 
 NEAR = partial(pytest.approx, rel=0.004)
 """Relative error of medians, which come from sketches."""
@@ -87,19 +80,6 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert "on device  3.01 ms" in said, "at most 0.4% off"
 
 
-def test_the_screen_shows_host_and_device_side_by_side() -> None:
-    facts = ScreenData(snapshot_of_records(even(40)), 3 * SECOND, RUN_INFO, is_command_alive=True)
-    head, first, second, *_ = (plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, STYLE))
-    assert "host time on device" in head
-    assert "1.50 ms" in first
-    assert "1.75 ms" in second
-    rows = [plain_text(row).split() for row in panel_batch.render_panel(facts, 120, 14, STYLE)]
-    assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
-    # As on the host, forward excludes the phases of the call: 4 - (0.5 + 1 + 2 + 0.25).
-    values = " ".join(rows[3][1:])
-    assert values == "250 µs 501 µs 1.00 ms 2.00 ms 250 µs 250 µs 3.01 ms 501 µs –"
-
-
 def cells(lines: Sequence[str], title: str) -> list[list[str]]:
     """Return the rows of a table by its heading, as words, without sizes on separate lines."""
     begin = next(number for number, line in enumerate(lines) if line.startswith(title)) + 1
@@ -120,28 +100,6 @@ def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
     assert (two[2], two[-2:]) == ("cuda:1", ["9.99", "ms"])
     wide = [line for line in report_text(directory, 120) if "Model 1" in line]
     assert wide[0].endswith("9.99 ms  [15, 5] -> [15, 2]"), "before the sizes"
-
-
-def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state: Path) -> None:
-    directory = write_run_directory(
-        {0: timed_training(replicas=lambda n: (float(n) if n > 6 else None, None), why=Untimed.CAPTURED)}
-    )
-    first, second = report_json_of(collect_report_data(directory))["replicas"]
-    assert (first["device_median_ms"], first["device_calls"], first["absent"]) == (NEAR(8.0), 3, {})
-    assert (second["device_median_ms"], second["device_calls"]) == (None, 0)
-    assert second["absent"] == {"device_median_ms": UNTIMED[Untimed.CAPTURED]}
-    _, one, two = cells(report_text(directory, 64), "REPLICAS")
-    assert (one[-2:], two[-1]) == (["8.01", "ms"], "–")
-
-
-def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
-    made = Training(devices=GPUS, virtual=False)
-    rows = made.run(4) + [row for _ in range(4) for row in made.step(evaluates=True)]
-    first, second = report_json_of(
-        collect_report_data(write_run_directory({0: with_device_times(rows, growing_times)}))
-    )["replicas"]
-    assert (first["calls"], first["device_calls"]) == (4, 4)
-    assert (first["device_median_ms"], second["device_median_ms"]) == (NEAR(2.5), NEAR(5.0))
 
 
 def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
@@ -173,15 +131,6 @@ def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
     assert head[:6] == ["device", "calls", "host", "time", "on", "device"]
     assert [row[-1] for row in rows] == ["ms"] * 3
     assert [float(row[-2]) for row in rows] == NEAR([4.0, 4.0, 6.0])
-
-
-@pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
-def test_stages_without_times_of_devices_have_no_column_but_the_reason(state: Path, took: Any, reason: str) -> None:
-    directory = write_run_directory({0: staged_calls(3, took)})
-    for line in report_json_of(collect_report_data(directory))["stages"]:
-        assert (line["device_median_ms"], line["device_calls"]) == (None, 0)
-        assert line["absent"] == {"device_median_ms": reason}
-    assert "on device" not in "\n".join(report_text(directory, 120))
 
 
 def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
@@ -256,16 +205,3 @@ def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) ->
     whole = said["phases"]["forward"]["median_ms"]
     assert whole > sum(phase["median_ms"] for phase in said["call_phases"].values()) * 0.9
     assert "device_median_ms" not in said["absent"]
-
-
-@pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
-def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: str) -> None:
-    said = line_of(staged_calls(9, took))
-    assert on_device(said["phases"]) == {"forward": None, "other": None}
-    assert said["absent"]["device_median_ms"] == reason
-
-
-def test_the_reasons_for_nulls_are_returned_separately() -> None:
-    progress, absent = _progress_members(None, RunSnapshot(), 0, 0)
-    assert progress.keys() == absent.keys()
-    assert set(absent.values()) == {"no step has finished yet"}

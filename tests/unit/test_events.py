@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import pytest
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.notify import notifier
 from dpmon.notify.notifier import NotificationCommands, SentLog, to_cloudevent
 from dpmon.notify.run_notifications import Notification, NotificationFinder
 from dpmon.record.schema import SECOND
@@ -24,7 +22,7 @@ from dpmon.run.lifecycle import EVENTS_FILE, take_lock
 from dpmon.supervise import start_supervisor
 from dpmon.supervise.start_supervisor import NotifierLauncher
 from support.history_builders import make_run_info
-from support.run_harness import LIMIT_S, wait_for
+from support.run_harness import wait_for
 
 TRAINING = Health("training", None)
 RUN = "20261125-213000-train-3f2a"
@@ -207,32 +205,6 @@ def events(*types: str, **data: Any) -> list[Notification]:
     return [Notification(each, "", {"text": each, **data}) for each in types]
 
 
-def test_commands_start_in_order_and_once(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "MAX_TURN_S", LIMIT_S)
-    commands = told.shell("cat >>received")
-    types = [f"type{number}" for number in range(8)]
-    commands.notify(events(*types[:5]))
-    commands.notify(events(*types))
-    finish(commands)
-    assert told.received == types
-    assert list(told.log.ids) == [f"{RUN}/{each}" for each in types]
-    os.close(told.log._fd)
-    told.log = told.opened()
-    again = told.shell("cat >>received")
-    again.notify(events(*types, "last"))
-    finish(again)
-    assert told.received == [*types, "last"]
-    assert told.warnings == []
-
-
-def test_an_event_larger_than_a_pipe_arrives_whole(told: Told) -> None:
-    commands = told.shell("sleep 0.1; cat >received")
-    commands.notify(events("large", ranks=["x" * 1000] * 1000))
-    finish(commands)
-    assert len((told.place / "received").read_text()) > 1_000_000
-    assert told.received == ["large"]
-
-
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -246,63 +218,6 @@ def test_a_command_that_fails_is_reported_once(told: Told, command: list[str], s
     commands.notify(events("one", "two"))
     finish(commands)
     assert told.warnings == [said]
-
-
-def test_a_command_that_prints_much_is_no_fault(told: Told) -> None:
-    commands = told.commands(sys.executable, "-c", "import sys; print('x' * 9999999); sys.stderr.write('y' * 9999999)")
-    commands.notify(events("one"))
-    finish(commands)
-    assert told.warnings == []
-
-
-def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "MAX_TURN_S", 0.05)
-    commands = told.shell("grep -q hangs && { touch hangs; sleep 1000 & wait; }; echo >>done")
-    commands.notify(events("hangs", "goes on"))
-
-    def others_are_done() -> bool:
-        commands.poll()
-        # The one that hangs may get to its first line later than the other one to its last.
-        return all((told.place / name).exists() for name in ("hangs", "done")) and len(commands._running) == 1
-
-    wait_for(others_are_done)
-    assert told.warnings == []
-    (running,) = commands._running
-    assert os.getpgid(running.process.pid) == running.process.pid != os.getpgrp()
-    monkeypatch.setattr(notifier, "MAX_COMMAND_S", 0.0)
-    finish(commands)
-    assert told.warnings == ["the event command /bin/sh: it was killed after 0 s (hangs)"]
-    wait_for(lambda: running.process.poll() == -9)
-
-
-def test_an_event_without_room_for_its_id_is_tried_again(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = told.shell("cat >>received")
-    with monkeypatch.context() as full:
-        full.setattr(
-            os,
-            "write",
-            lambda fd, data, write=os.write: write(fd, data[:7]) if data[:8] == RUN[:8].encode() else write(fd, data),
-        )
-        commands.notify(events("one"))
-        commands.notify(events("one"))
-    assert (told.place / EVENTS_FILE).read_text() == ""
-    assert told.warnings == [
-        "the event command /bin/sh: not started, because one cannot be recorded: No space left on device"
-    ]
-    commands.notify(events("one"))
-    finish(commands)
-    assert told.received == ["one"]
-
-
-def test_an_unfinished_last_id_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / EVENTS_FILE).write_bytes(b"one\ntwo\nthr")
-    fd = take_lock(tmp_path, EVENTS_FILE)
-    assert fd is not None
-    log = SentLog(fd)
-    log.add("four")
-    os.close(fd)
-    assert list(log.ids) == ["one", "two", "four"]
-    assert (tmp_path / EVENTS_FILE).read_bytes() == b"one\ntwo\nfour\n"
 
 
 # ------------------------------------------------------------------------------------------------ the process

@@ -458,20 +458,3 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         assert found.speedup is not None
         assert found.speedup == said.speedup
         feed.close()
-
-
-def test_a_playback_compares_what_was_until_then(long: Path) -> None:
-    feed = _PlaybackRun(long, lambda: Player(long))
-    feed.start()
-    feed.refresh()
-    player = feed.player
-    assert player is not None
-    player.seek(player.length_ns * 6 // 10)
-    feed.refresh()
-    found, _ = judged(feed)
-    there = found.seen
-    assert there["dp"] < 3500, "what came later has no part in it"
-    warm = {"single": 5, "dp": 10}
-    for mode, side in found.sides.items():
-        assert side.steps == there[mode] - warm[mode]
-    feed.close()

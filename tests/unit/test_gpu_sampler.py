@@ -125,16 +125,6 @@ def test_a_device_event_for_each_gpu_and_a_host_event_every_interval(make: Any) 
     assert 0 <= times[0] < LIMIT_S
 
 
-def test_rare_retries_do_not_count_as_silence(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "RETRY_S", LIMIT_S)
-    monkeypatch.setattr(sampler_module, "MAX_SILENCE_S", 0.5)
-    _, watch = make(FakeNvml(absent="no driver here"))
-    until_s = 0.5 + 10 * INTERVAL_S
-    events = watch.until(lambda e: of_kind(e, "host") and of_kind(e, "host")[-1]["t_s"] > until_s, "host samples")
-    assert of_kind(events, "host")[-1]["gpu_absent"] == "no driver here"
-    assert of_kind(events, "warning") == []
-
-
 def test_a_driver_that_comes_later(make: Any) -> None:
     nvml = FakeNvml(absent="no driver here")
     _, watch = make(nvml)
@@ -162,27 +152,6 @@ def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyP
     watch.until(lambda e: failures[0] > 3 and [d for d in of_kind(e, "device") if d["util_pct"] is not None], "values")
     hosts = len(of_kind(watch._taken, "host"))
     watch.until(lambda e: len(of_kind(e, "host")) > hosts + 2, "host samples")
-
-
-def test_a_call_that_does_not_return_is_said_and_its_gpu_is_still_sampled(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler_module, "MAX_SILENCE_S", 5 * INTERVAL_S)
-    monkeypatch.setattr(card_module, "MAX_SILENCE_S", 5 * INTERVAL_S)
-    nvml = FakeNvml()
-    _, watch = make(nvml)
-    watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is not None], "devices")
-    nvml.gate.clear()
-
-    def reason(events: list[Event]) -> str:
-        return str(of_kind(events, "device")[-1]["absent"].get("util_pct"))
-
-    events = watch.until(lambda e: reason(e).startswith("NVML has not answered for"), "the silence")
-    hosts = len(of_kind(events, "host"))
-    watch.until(lambda e: len(of_kind(e, "host")) > hosts + 2, "host samples")
-    watch.until(lambda e: "NVML does not answer for GPU 1" in [w["text"] for w in of_kind(e, "warning")], "the warning")
-    nvml.gate.set()
-    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
 def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:

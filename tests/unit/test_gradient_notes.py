@@ -31,17 +31,6 @@ def ready(wrapper: _TracedWrapper, notes: list[int], end: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [1, FULL_READ_INTERVAL])
-@pytest.mark.parametrize("equal", [0, 1, 2])
-def test_a_note_that_equals_the_one_before_by_chance_is_new(number: int, equal: int) -> None:
-    """With a thousand parameters that happens every few passes."""
-    wrapper = a_wrapper()
-    assert ready(wrapper, [30, 10, 20], 40) == [20, 30]
-    wrapper.pass_count = number
-    notes = [note + (index != equal) for index, note in enumerate([30, 10, 20])]
-    assert ready(wrapper, notes, 41) == [notes[2], notes[0]]
-
-
 @pytest.mark.parametrize("buckets", ["", "0", "1 2,0"])
 def test_a_backward_pass_of_another_model_makes_no_gradient_ready(buckets: str) -> None:
     wrapper = a_wrapper(buckets)
@@ -60,12 +49,6 @@ def test_gradients_of_a_later_backward_pass_of_the_same_forward_are_not_ready_be
         # Now and then the first pass takes longer than both took before.
         assert not ready(wrapper, [49 + later, 10 + later, 20 + later], 25 + later if later % 3 else 90)
         assert ready(wrapper, [50 + later, 10 + later, 20 + later], 60 + later) == [20 + later, 50 + later]
-
-
-def test_a_parameter_without_a_gradient_keeps_its_note() -> None:
-    wrapper = a_wrapper("0 1 2", unused=True)
-    assert ready(wrapper, [30, 10, 20], 40) == [30]
-    assert ready(wrapper, [30, 11, 21], 41) == [21]
 
 
 def test_a_bucket_that_was_ready_long_before_has_the_greatest_lead() -> None:

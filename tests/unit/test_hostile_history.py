@@ -78,21 +78,6 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
         HistoryWriter.open(directory, {})
 
 
-def test_a_trigger_with_the_name_of_a_table_is_refused(directory: Path) -> None:
-    name = "CREATE TRIGGER nodes AFTER INSERT ON events BEGIN DELETE FROM steps; END"
-    row = f"('trigger', 'nodes', 'events', 0, '{name}')"
-    altered(directory, "PRAGMA writable_schema = ON", f"INSERT INTO sqlite_master VALUES {row}")
-    with pytest.raises(HistoryError, match="not dpmon's"):
-        HistoryWriter.open(directory, {})
-
-
-def test_a_history_of_ours_is_read(directory: Path) -> None:
-    read_all(directory)
-    HistoryWriter.open(directory, {}).close()
-    with open_store(directory) as store:
-        assert len(read_steps(store, 1000)) == 200
-
-
 def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows have the smallest possible size, so it has the largest possible number of rows for its size."""
     altered(

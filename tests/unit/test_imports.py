@@ -192,18 +192,3 @@ def test_a_file_name_occurs_once_in_the_whole_tree() -> None:
     names = [path.name for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
     assert len(names) > 100
     assert sorted(names) == sorted(set(names))
-
-
-def test_no_test_imports_another_test() -> None:
-    """What tests share is in tests/support."""
-    found: list[str] = []
-    paths = sorted(TESTS.rglob("test_*.py"))
-    assert len(paths) > 100
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            else:
-                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{path.name}: {module}" for module in modules if module.rpartition(".")[2].startswith("test_")]
-    assert found == []

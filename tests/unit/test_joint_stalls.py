@@ -13,11 +13,10 @@ import pytest
 from dpmon.mirror import cross_node_stalls
 from dpmon.mirror.cross_node_stalls import CrossNodeStallDetector
 from dpmon.record.schema import SECOND
-from dpmon.record.typed_json import from_json, to_json
 from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
-from dpmon.stalls.stall_detection import LoaderWorker, NodeActivities, ProcessGroupView, RankActivity
-from dpmon.stalls.stall_report import StallReport, build_report
+from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity
+from dpmon.stalls.stall_report import build_report
 from dpmon.stalls.why_reply import STANDING_FILE
 from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
@@ -174,18 +173,6 @@ def test_a_stall_goes_on_while_its_machine_does_not_answer(machines: Machines) -
     assert machines.texts()[1:] == [(pytest.approx(59, abs=1.1), STUCK)]
 
 
-def test_another_mirror_goes_on_with_the_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {"since_s": 1.0, "text": STUCK, "ranks": [{"node": "gpu-2", "pid": 101, "waits": False}]}
-    machines = Machines(tmp_path, monkeypatch, before)
-    machines.now = 15
-    machines.ranks[1][1] = rank(3, SAVES)
-    machines.run(30)
-    assert machines.texts() == []
-    machines.ranks = [[each._replace(since_ns=START + 30 * SECOND) for each in node] for node in machines.ranks]
-    machines.run(33)
-    assert machines.texts() == [(pytest.approx(30, abs=1.1), STUCK)]
-
-
 def test_the_stalls_of_the_supervisors_are_kept_where_nobody_judges_all_ranks(machines: Machines) -> None:
     old = {"since_s": 4.0, "text": "t", "ranks": [{}]}
     assert machines.joint.should_store_stall(0, old)
@@ -194,15 +181,6 @@ def test_the_stalls_of_the_supervisors_are_kept_where_nobody_judges_all_ranks(ma
     assert not machines.joint.should_store_stall(0, {"since_s": 5.0, "lasted_s": 2.0, "text": "t"})
     assert not machines.joint.should_store_stall(0, {**old, "since_s": 5.0})
     assert not machines.joint.should_store_stall(0, {**old, "since_s": []})
-
-
-def test_a_machine_whose_ranks_are_a_whole_job_judges_itself(machines: Machines) -> None:
-    machines.ranks = [[rank(0, SAVES, world=2), rank(1, world=2)] for _ in range(2)]
-    machines.run(20)
-    words = "rank 0 in save (train.py:4); rank 1 waits in backward (train.py:90)"
-    assert [machines.texts(node) for node in range(3)] == [[(None, words)], [(None, words)], []]
-    assert not any((place / STANDING_FILE).exists() for place in machines.places)
-    assert machines.joint.should_store_stall(1, machines.told[1][0])
 
 
 def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -> None:
@@ -224,35 +202,3 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
     assert lines[3].split()[:3] == [">", "3", "(gpu-2)"]
     assert "rank 3 (gpu-2):" in lines or "ranks 1, 3:" in lines
     assert "  thread pump:" in lines
-
-
-def test_an_answer_of_machines_that_are_not_stalled(machines: Machines) -> None:
-    answers = {
-        0: ("gpu-1", build_report([rank(0)], {}, None, START, INFO)),
-        1: ("gpu-2", StallReport(1.0, None, None, ())),
-    }
-    found = machines.joint.merge_replies(answers, START)
-    assert (found.text, found.since_s, [each.rank for each in found.ranks]) == (None, None, [0])
-    assert format_report(found)[0][0] == "not stalled"
-
-
-def test_all_that_the_verdict_needs_is_passed_on() -> None:
-    whole = RankActivity(
-        7, 1, 3, 4, "data", START - 5 * SECOND, 12, (ProcessGroupView(5, 4, 9), ProcessGroupView(6, 2, None)),
-        "disk wait", None, True, True, True, 9, True, SAVES, None, "ValueError (a.py:1)",
-        LoaderWorker(8, "dead", BACKWARD), usual_ns=30 * SECOND,
-    )  # fmt: skip
-    bare = RankActivity(7, 1, None, since_ns=START, why_no_stack="why")
-    sent = NodeActivities(START, (whole, bare))
-    assert from_json(NodeActivities, json.loads(json.dumps(to_json(sent)))) == sent
-
-
-@pytest.mark.parametrize(
-    ("member", "wrong"), [("pid", "7"), ("pid", None), ("stack", 7), ("groups", 7), ("worker", [7])]
-)
-def test_rubbish_is_no_rank(member: str, wrong: object, machines: Machines) -> None:
-    sound = to_json(RankActivity(1))
-    sound[RankActivity._fields.index(member)] = wrong
-    for ranks in ([sound], [sound[:3]], [7], 7, None):
-        with pytest.raises(ValueError, match="no valid NodeActivities"):
-            machines.joint.receive_rank_report(0, "a", {"now_ns": 1, "ranks": ranks}, 0)

@@ -27,13 +27,12 @@ from dpmon.record.record_types import Event
 from dpmon.report.health import Health
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.report_json import report_as_json
-from dpmon.run.lifecycle import outcome_word
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
 from dpmon.stalls.stall_report import build_report
-from support.format_readers import _JSON_PAGE, check_json_is_documented, documented_json_paths
+from support.format_readers import check_json_is_documented, documented_json_paths
 from support.history_builders import make_run_info, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event, host_event, pause_event, staged_calls
@@ -82,20 +81,6 @@ def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
         "dpmon ls --json",
         *(_make_listed_run(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",)))),
     )
-
-
-def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
-    how = load_exit(write_run_directory({0: Training().begin()}))
-    assert how is not None
-    ends = [
-        how,
-        replace(how, status=1),
-        replace(how, status=None),
-        replace(how, stopped=True),
-        *(replace(how, status=128, signal=name) for name in ("SIGINT", "SIGKILL")),
-    ]
-    (row,) = re.findall(r"^\| `state` \| text \| (.*`unsupervised`.*)$", _JSON_PAGE.read_text(), re.M)
-    assert {outcome_word(each) for each in ends} <= set(re.findall(r"`(\w+)`", row))
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dpmon.assemble.sampled_collectives import MAX_STEPS
 from dpmon.export.csv_tables import CsvTables
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.loss_curves import read_loss_curves
@@ -75,21 +74,6 @@ def test_a_loss_belongs_to_the_step_in_which_its_pass_began() -> None:
     ]
     assert {each["place"] for each in found} == {"train.py:88"}
     assert next(each for each in found if each["loss"] == 4.0)["absent"].keys() == {"step"}
-
-
-def test_a_loss_that_is_read_at_exit_has_its_step_after_many_evaluation_steps() -> None:
-    script = Script()
-    line = script.loss_line("train.py:88")
-    for _ in range(3):
-        start = script.now
-        script.play("d l")
-    script.fetch(over=True)
-    for _ in range(2 * MAX_STEPS):
-        script.play("d e")
-    script.fetch(over=True)
-    script.loss(line, start + MS, 0.5)
-    (found,) = [event.data for event in assemble_script(script).events if event.kind == "loss"]
-    assert (found["step"], found["loss"]) == (3, 0.5)
 
 
 # ------------------------------------------------------------------------------------------------ queries

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from argparse import Namespace
@@ -22,20 +21,17 @@ from dpmon.cli.main import main
 from dpmon.cli.multi_node import RemoteRun, choose_job_runs, group_by_job
 from dpmon.mirror import remote_hosts
 from dpmon.mirror.disconnect_reasons import explain_disconnect
-from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.mirror.remote_hosts import (
     HostError,
     HostOutput,
     RemoteHost,
     expand_hostlist,
     resolve_hosts,
-    run_on_hosts,
     slurm_hosts,
 )
 from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import RunError
-from dpmon.supervise import start_supervisor
 from support.history_builders import write_run_directory
 from support.record_builders import Training
 
@@ -225,25 +221,6 @@ def test_dpmon_is_found_at_its_path_here_if_it_is_in_no_path_there(tmp_path: Pat
     assert answer.why == ""
 
 
-def test_a_machine_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_hosts, "_MAX_RUN_S", -98.0)
-    drips = RemoteHost("a", ("sh", "-c", "while :; do echo x; sleep 0.1; done"), ())
-    (answer,) = run_on_hosts([drips], (), silent_s=100.0)
-    assert answer.why == "it did not end within 2 s"
-
-
-def test_why_a_machine_fails_is_known_also_if_dpmon_was_started_with_sigchld_ignored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start_supervisor, "_was_ignored", False)
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert main(["ls", "--host", "missing", "--via", way(tmp_path, BAD)]) == 1
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert capsys.readouterr().err == f"dpmon: missing: {SAID['missing']}\n"
-
-
 @pytest.mark.parametrize(("name", "said"), [("missing", "no host replied"), ("a", "no run on 1 host that replied")])
 def test_machines_without_a_run_are_told_from_those_that_do_not_answer(
     tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
@@ -342,57 +319,6 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
         module._find_or_create_mirror(options, [one.host for one in starts], None)
 
 
-def test_a_run_that_machines_with_a_common_home_list_is_one(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("a")
-    run("a", job=slurm("1.0"))
-    script = tmp_path / "way.sh"
-    script.write_text(f'shift; export PATH={BIN}:$PATH XDG_STATE_HOME={tmp_path}/a; exec "$@"')
-    assert main(["ls", "--json", "--hosts", "a,b", "--via", f"sh {script} {{}}"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len({one["id"] for one in found}) == len(found) == 2
-    assert {one["machine"] for one in found} == {"a", "b"}
-
-
-def test_a_mirror_on_one_of_the_machines_is_no_run_of_the_job(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("a")
-    mirror = run("a")
-    info = json.loads((mirror / "run.json").read_text())
-    (mirror / "run.json").write_text(json.dumps({**info, "nodes": ["a", "b"]}))
-    assert main(["ls", "--json", "--host", "a", "--via", way(tmp_path, 'exec "$@"')]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["machines"] for one in found] == [[]]
-    assert found[0]["id"] != mirror.name
-    assert main(["ls"]) == 0
-    own, other = capsys.readouterr().out.splitlines()[1:]
-    assert ("2 nodes: " in own, "2 nodes: " in other) == (mirror.name[16:] in own, mirror.name[16:] in other)
-
-
-def test_what_a_machine_lists_is_checked(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run("a")
-    assert main(["ls", "--json"]) == 0
-    good = json.loads(capsys.readouterr().out)
-    bad: list[Any] = [
-        *(good | {"id": "../../etc"}, good | {"steps": "5"}, good | {"command": [3]}, good | {"job": {"by": 1}}),
-        *(good | {"started_unix": 1e300}, good | {"seconds": 1e300}, good | {"name": "n\x07ame"}, 3, [], "x", None),
-    ]
-    odd = good | {
-        "id": good["id"][:-4] + "beef",
-        "state": "\x1b[2Jbad\n",
-        "command": ["\x1b[1m"],
-        "name": "linear-beef",
-    }
-    odd |= {"job": {"by": "slurm", "id": "\x1b[31m" + "x" * 999}, "cause": "\x1b[5m"}
-    (tmp_path / "list").write_text("\n".join(json.dumps(one) for one in [*bad, odd]))
-    assert main(["ls", "--host", "a", "--via", way(tmp_path, f"cat {tmp_path}/list")]) == 0
-    out = capsys.readouterr().out
-    assert len(out.splitlines()) == 3  # the heading, the run, the cause of its end
-    assert out.replace("\n", "").isprintable()
-
-
 # ------------------------------------------------------------------------------------------------ doctor
 
 
@@ -487,18 +413,6 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     assert said in capsys.readouterr().err
     if "b" in followed:
         assert ways[-1][1:] == ["job=torchelastic:abc", "ssh", "b", "dpmon"]
-
-
-def test_a_machine_that_answers_at_last_is_the_same_one(state: Path) -> None:
-    a, b, later = (["a", "run-1", "x"], ["b", "job=master:1", "y"], ["b", "run-2", "y", "z"])
-    directory = find_or_create_mirror("train", [a, b])
-    assert find_or_create_mirror("train", [a, b]) == find_or_create_mirror("train", [a, later]) == directory
-    with pytest.raises(RunError, match=r"mirrors these runs without --metrics: end it first, as `dpmon rm train-"):
-        find_or_create_mirror("train", [a, b], metrics="/x.prom")
-    assert find_or_create_mirror("train", [a, ["c", "run-2", "y"]]) != directory
-    assert find_or_create_mirror("train", [["a", "run-3", "x"], b]) != directory
-    (directory / "nodes.json").write_text('{"refused": true}')
-    assert find_or_create_mirror("train", [a, b]) != directory  # that one would not try it again
 
 
 def test_a_run_is_found_by_its_job(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from dpmon.record.record_types import Event
 from dpmon.store.events import read_memory, read_newest_memory
 from dpmon.store.steps import (
     read_called_steps,
-    read_first_activity_ns,
     read_newest_activity,
     read_newest_steps,
     read_steps,
@@ -69,51 +67,6 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: int) -> None:
-    chance = random.Random(seed)
-    run, end = record_ddp_ranks(8, steps=chance.choice([3, 40, 100]))
-    ((first,),) = run.store().query("SELECT min(start_ns) FROM steps")
-    for process in range(1, 8):  # some have few rows, or only early or late ones
-        run._db.execute(
-            "DELETE FROM steps WHERE process = ? AND (start_ns NOT BETWEEN ? AND ? OR step % ?)",
-            (process, *sorted(chance.randrange(first, end) for _ in range(2)), chance.choice([1, 1, 1, 7])),
-        )
-    for _ in range(20):
-        until = chance.choice([0, chance.randrange(first, end), end])
-        store = run.store().as_of(until)
-        for process in chance.sample(range(10), 10):
-            query = "SELECT step FROM steps WHERE process = ? AND start_ns + wall_ns <= ? ORDER BY id DESC LIMIT 1"
-            last = [number for (number,) in store.query(query, (process, until))]
-            assert [step.step for step in read_steps(store, 1, process=process)] == last
-    store = run.store()
-    queries: list[str] = []
-    read_newest_steps(store.as_of(end // 2), range(8))
-    again = store.as_of(end // 2 + SECOND // 100)
-    ask = again.query
-
-    def noted(text: str, values: Sequence[Any] = ()) -> Any:
-        queries.append(text)
-        return ask(text, values)
-
-    again.query = noted  # type: ignore[method-assign, assignment]
-    read_newest_steps(again, range(8))
-    assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
-
-
-def test_a_process_began_with_its_first_row_that_is_left() -> None:
-    run, end = record_ddp_ranks(3, steps=40)
-    calls = {number: read_called_steps(run.store(), number, 1000)[-1].calls[0].start for number in range(3)}
-    steps = [next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = ?", (n,)))) for n in range(3)]
-    assert read_first_activity_ns(run.store(), [0, 1, 2, 7]) == calls
-    assert read_first_activity_ns(run.store().as_of(0), [0, 1, 2]) == {}
-    run._db.execute("UPDATE steps SET called = NULL WHERE process = 1")
-    assert read_first_activity_ns(run.store(), [1]) == {1: steps[1][0]}
-    run._db.execute(f"DELETE FROM steps WHERE process = 1 AND start_ns < {(2 * SECOND + end) // 2}")
-    (later,) = next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = 1")))
-    assert read_first_activity_ns(run.store(), [1]) == {1: later}
-
-
 def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:
     ranks = WRAPPERS_READ + 20
     run = Recording()
@@ -133,27 +86,6 @@ def test_a_new_event_is_in_the_next_picture() -> None:
     assert warning.text == "it is hot"
     assert run.state(2 * SECOND).warnings == ()
     assert run.state().warnings == (warning,)
-
-
-def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
-    run, end = record_ddp_ranks(64, slow=3, phase="data", extra_ms=90.0, steps=60)
-    middle = end - 3 * SECOND
-    first = run.state(middle).ranks
-    assert len(first) == 64
-    assert run.state(middle + SECOND).ranks == first, "they may be two seconds old"
-    assert run.state(middle + 2 * SECOND).ranks != first
-    rates = []
-    for at in (middle, middle + SECOND, middle + 2 * SECOND):
-        focus = run.state(at).representative
-        assert focus is not None
-        assert focus.last_step is not None
-        assert focus.recent.last_ns == focus.last_step.start_ns + focus.last_step.wall_ns, "it is not idle"
-        rates.append(focus.recent.rate)
-    assert rates[0] == rates[1] != rates[2]
-    assert run.state(middle).ranks == first, "a playback went back"
-    found = run.state().straggler
-    (straggler,) = found.ranks if found is not None else ()
-    assert straggler == 3
 
 
 def test_the_work_for_all_facts_grows_linearly_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

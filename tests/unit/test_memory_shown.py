@@ -11,7 +11,7 @@ from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import Recording, snapshot_of_records
+from support.history_builders import Recording, snapshot_of_rows
 from support.record_builders import SECOND, Training, device_event, host_event
 from support.screen_states import STYLE, screen_text
 
@@ -108,7 +108,7 @@ def facts_of(*devices: dict[str, Any], gpus: int = 0) -> ScreenData:
     training = Training()
     payloads = [*training.begin(), *training.run(5), Event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
-    return ScreenData(snapshot_of_records(payloads), 3 * SECOND, is_command_alive=True)
+    return ScreenData(snapshot_of_rows(payloads), 3 * SECOND, is_command_alive=True)
 
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
@@ -133,11 +133,3 @@ def test_gpus_have_their_memory_where_there_is_room() -> None:
     facts = facts_of(*(one(f"cuda:{i}", 1 << 30, 1 << 30, 2 << 30, 5 << 30, 9 << 30) for i in range(8)), gpus=8)
     rows = screen_text(replace(facts, view=View(zoom="devices")), 200, 60).splitlines()
     assert any("cuda:7" in row and "peak" in row for row in rows)
-
-
-def test_the_few_bytes_that_adam_keeps_on_the_host_are_no_row_beside_a_gpu() -> None:
-    gpu = one("cuda:0", 1 << 20, 1 << 20, 2 << 20, 0, 4 << 20)
-    few, many = one("cpu", 0, 0, 16, None, None, rest_bytes=WHY), one("cpu", 1 << 20, 0, 0, None, None, rest_bytes=WHY)
-    assert [row.device for row in memory_by_device([record(0, gpu, few)])] == ["cuda:0"]
-    assert [row.device for row in memory_by_device([record(0, gpu, many)])] == ["cpu", "cuda:0"]
-    assert [row.device for row in memory_by_device([record(0, few)])] == ["cpu"]

@@ -9,7 +9,6 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,16 +18,12 @@ from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.run.run_directory import ExitInfo, load_info, record_stop_request, write_info
 from dpmon.run.run_registry import create_run
 from dpmon.sanitize import strip_control_chars
-from dpmon.store.ring_drain import RingDrain
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import BUCKET_BOUNDS_S, PrometheusFile, metrics_path
-from dpmon.supervise.supervisor import Supervisor
-from support.history_builders import make_run_info, write_run_directory
+from support.history_builders import Recording, make_run_info, write_run_directory
 from support.rank_builders import ManyNodes
 from support.record_builders import SECOND, Training, device_event, host_event, records_of_rows, step_row
-from support.ring_writers import RowRing, use_row_rings
-from support.run_harness import wait_for
 from support.screen_states import exit_info_of
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
@@ -187,22 +182,16 @@ def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: P
     assert sum(spent.values()) == pytest.approx(whole)
 
 
-def test_a_late_wait_for_input_makes_no_counter_decrease(
-    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_wait_for_input_makes_no_counter_decrease(state: Path, tmp_path: Path) -> None:
     training = Training(mode="single", step_ns=100_000_000)
     directory = write_run_directory({}, status=None)
-    info = load_info(directory)
-    use_row_rings(monkeypatch)
-    process = RowRing(directory / "process-0.ring")
-    drain = RingDrain(directory, info)
+    recording = Recording(0, directory)
     metrics = PrometheusFile(tmp_path / "it.prom", directory, print)
     written_before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for number in range(4):
-        process.write(*(training.begin() if not number else ()), *training.run(20))
+        recording.add([*(training.begin() if not number else ()), *training.run(20)])
         if number == 2:
-            drain.emit("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})
-        drain.flush()
+            recording.add([Event("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})])
         metrics.write()
         found = samples(tmp_path / "it.prom")
         counters = {
@@ -210,7 +199,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
         }
         assert all(counters[key] >= before for key, before in written_before.items())
         written_before = counters
-    drain.close()
+    recording.close()
     waited = tuple(sorted({"process": "0", "rank": "", "activity": "input"}.items()))
     assert found["time_seconds_total", waited] == pytest.approx(1.0)
     assert found["step_duration_seconds_count", (("mode", "single"), ("process", "0"), ("rank", ""))] == 80
@@ -263,32 +252,6 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     assert target.stat().st_ino != first.st_ino
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.prom"]
-
-
-def test_the_file_is_written_again_and_again_in_a_thread(
-    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "it.prom"
-    metrics = PrometheusFile(target, write_run_directory({0: Training().run(2)}, status=None), print)
-    monkeypatch.setattr("dpmon.supervise.prometheus_file.MIN_WRITE_INTERVAL_S", 0.0)
-    monkeypatch.setattr("dpmon.supervise.prometheus_file._MAX_TIME_SHARE", 1e9)
-    metrics.start()
-    for _ in range(2):
-        wait_for(target.exists, what="the file")
-        target.unlink()
-    metrics.stop()
-    target.unlink(missing_ok=True)
-    metrics.write(exit_info_of(0))
-    assert samples(target)["run_running", ()] == 0
-
-
-def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last connection of a history deletes its journal."""
-    monkeypatch.setattr("dpmon.run.retention.prune_runs", lambda *_: [])
-    seen = Mock()
-    Supervisor._finish(Mock(), exit_info_of(0), seen.drain, seen.sampler, seen.metrics)
-    names = [name for name, *_ in seen.mock_calls]
-    assert names.index("metrics.stop") < names.index("drain.close") < names.index("metrics.write")
 
 
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:

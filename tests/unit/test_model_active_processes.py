@@ -7,40 +7,42 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.record.record_types import Call, Record, Step
+from dpmon.record.history_rows import Row
+from dpmon.record.record_types import Event, Step
 from dpmon.record.shared_names import DDP
 from dpmon.ui.panels import panel_communication, panel_ranks
 from dpmon.ui.scenes import RANKS, choose_scene
 from dpmon.ui.screen_data import ScreenData, format_mode_and_devices
 from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks, with_world_size
-from support.record_builders import SECOND, Training, records_of_rows
+from support.record_builders import SECOND, Training
 
 LOOKS = 30
 
 
-def began(record: Record) -> int:
-    return record.start_ns if isinstance(record, (Call, Step)) else 0
+def began(row: Row) -> int:
+    return row.start_ns if isinstance(row, Step) else 0
 
 
-def ended(record: Record) -> int:
-    return record.start_ns + record.wall_ns if isinstance(record, (Call, Step)) else 0
+def ended(row: Row) -> int:
+    return row.start_ns + row.wall_ns if isinstance(row, Step) else 0
 
 
-def numbered(one: Training, steps: int) -> list[Record]:
-    return records_of_rows([*one.begin(), *one.run(steps)], one.process, one.rank)
+def numbered(one: Training, steps: int) -> list[Row]:
+    return [*one.begin(), *one.run(steps)]
 
 
-def recorded(*runs: Sequence[Record]) -> Recording:
+def recorded(*runs: Sequence[Row]) -> Recording:
     """Record a run of these processes, with the numbers in their records."""
     recording = Recording()
     for run in runs:
-        step = next(record for record in run if isinstance(record, Step))
-        recording.add(run, step.process, step.rank)
+        begin = run[0]
+        assert isinstance(begin, Event)
+        recording.add(run, begin.data["process"], begin.data["rank"])
     return recording
 
 
-def in_time(*runs: Sequence[Record]) -> Iterator[tuple[RunSnapshot, int]]:
+def in_time(*runs: Sequence[Row]) -> Iterator[tuple[RunSnapshot, int]]:
     """Yield the state of a run of these processes at many times, and the time."""
     recording = recorded(*runs)
     ends = sorted({ended(record) for run in runs for record in run})
@@ -84,7 +86,7 @@ def test_processes_that_train_together_stay_active_together() -> None:
 # ------------------------------------------------------------------------------------------------ a second process
 
 
-def with_an_evaluation(*, within: bool = False) -> tuple[Training, list[list[Record]]]:
+def with_an_evaluation(*, within: bool = False) -> tuple[Training, list[list[Row]]]:
     """Return a training and its evaluation: after 500 steps, the training starts it, waits 8 s, and goes on.
 
     `within`: the wait is in a step, after its call; else between two steps.
@@ -102,7 +104,7 @@ def with_an_evaluation(*, within: bool = False) -> tuple[Training, list[list[Rec
     else:
         first.now += pause
     payloads += first.run(500)
-    return evaluation, [records_of_rows(payloads, 0), during]
+    return evaluation, [payloads, during]
 
 
 def test_a_training_that_goes_on_after_its_evaluation_stands_for_the_run_again() -> None:
@@ -156,7 +158,7 @@ def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
         one = Training(process=3 + rank, rank=rank, seed=9 + rank, start_ns=start + rank * SECOND // 5)
         before = [*one.begin(), *one.run(1000)]
         one.now += 10 * SECOND + rank * SECOND // 10
-        runs.append(records_of_rows([*before, *one.run(1000)], one.process, rank))
+        runs.append([*before, *one.run(1000)])
     later = [(state, at) for state, at in in_time(*runs) if at > start + 3 * SECOND]
     assert later
     for state, at in later:

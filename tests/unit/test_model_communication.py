@@ -16,11 +16,10 @@ from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_events import RunEvents, newest_wrappers
+from dpmon.model.run_events import newest_wrappers
 from dpmon.model.stragglers import (
     RankTimes,
     Straggler,
-    build_rank_times,
     delay_sentence,
     find_straggler,
     short_sentence,
@@ -29,7 +28,6 @@ from dpmon.model.stragglers import (
 from dpmon.record.schema import EVALUATION, WARM_UP_STEPS
 from dpmon.store.collectives import CollectiveSums
 from dpmon.store.gaps import Gap
-from dpmon.store.step_stats import PhaseStats
 from dpmon.store.steps import read_steps
 from dpmon.store.tally import Tally
 from support.history_builders import run_analysis_with
@@ -116,14 +114,6 @@ def slower(one: RankTimes, phase: str, by_ms: float) -> RankTimes:
     return one._replace(phases={**one.phases, phase: one.phases[phase] + by_ms * MS})
 
 
-def test_the_mean_wait_says_whether_it_is_without_the_straggler() -> None:
-    for slow, ranks_text in ((1, "mean without the straggler"), (None, "mean of 2 ranks")):
-        run, _ = record_ddp_ranks(2, slow=slow)
-        communication = run.state().communication
-        assert communication is not None
-        assert dict(communication.labeled_texts)["wait"].endswith(f"; {ranks_text}")
-
-
 def test_ranks_that_are_equally_slow_are_found_together() -> None:
     ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
     ranks[1:3] = [slower(one, "forward", 30.0) for one in ranks[1:3]]
@@ -136,14 +126,6 @@ def test_ranks_that_are_equally_slow_are_found_together() -> None:
     )
     told: Any = communication_fields(communication_of(ranks))
     assert (told["straggler"]["rank"], told["straggler"]["ranks"]) == (1, [1, 2])
-
-
-def test_slow_ranks_share_a_cause_or_have_none() -> None:
-    ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
-    ranks[1:3] = [slower(ranks[1], "forward", 30.0), slower(ranks[2], "data", 30.0)]
-    found = find_straggler(ranks)
-    assert found is not None
-    assert (found.ranks, found.phase) == ((1, 2), None)
 
 
 @pytest.mark.parametrize(
@@ -188,33 +170,6 @@ def test_only_ranks_of_one_process_group_are_compared() -> None:
     assert slow is not None
     assert (slow.ranks, slow.phase) == ((2,), "backward")
     assert slow.excess_ns == pytest.approx(30.0 * MS)
-
-
-def test_among_several_groups_the_one_with_the_longest_waits_counts() -> None:
-    ranks = in_groups(20.0)
-    ranks[1::2] = [
-        one._replace(wait_ns=0.0 if one.rank == 5 else 40.0 * MS, slowest=50 if one.rank == 5 else 0)
-        for one in ranks[1::2]
-    ]
-    slow = communication_of(ranks, *[ddp_wrapper(number, group=group_of(number)) for number in range(8)]).straggler
-    assert slow is not None
-    assert slow.ranks == (5,)
-
-
-def test_a_rank_without_a_record_is_in_the_group_that_lists_it() -> None:
-    found = communication_of(in_groups(), *[ddp_wrapper(number, group=group_of(number)) for number in (0, 1)])
-    assert [one.group for one in found.ranks] == [tuple(group_of(number)) for number in range(8)]
-
-
-def test_the_group_of_a_rank_is_that_of_its_newest_process() -> None:
-    older, newer = ddp_wrapper(0, group=[0, 1, 2]), ddp_wrapper(0, group=[0, 1])._replace(process=3)
-    assert [one.group for one in communication_of(EVEN, newer, older).ranks] == [range(2), range(2)]
-
-
-@pytest.mark.parametrize("group", [None, 7, [], [1, 2], [0, "x"], [0, True], [0, None]])
-def test_a_group_that_makes_no_sense_is_unknown(group: Any) -> None:
-    assert ddp_wrapper(0, group=group).group is None
-    assert communication_of(EVEN, ddp_wrapper(0, group=group)).ranks[0].group is None
 
 
 def test_wrappers_with_different_groups_are_the_reason_for_missing_waits() -> None:
@@ -263,18 +218,6 @@ def test_nobody_is_slow_because_it_evaluated(ranks: tuple[int, ...]) -> None:
         assert state.communication is None or state.communication.straggler is None
 
 
-def test_a_slow_rank_is_named_beside_evaluations_and_rollouts() -> None:
-    for every in (100, 1):
-        evaluations = dict.fromkeys(range(0, 200, every), (0, 1))
-        run, _ = record_ddp_ranks(2, slow=1, steps=200, evaluations=evaluations)
-        analysis = RunAnalysis(run.store())
-        assert analysis.communication is not None
-        straggler = analysis.communication.straggler
-        assert straggler is not None
-        assert (straggler.rank, straggler.phase) == (1, "backward")
-        assert straggler.excess_ns == pytest.approx(6 * MS, rel=0.05)
-
-
 def test_communication_is_per_update_also_during_an_evaluation_that_fills_the_time_range() -> None:
     run, _ = record_ddp_ranks(2, passes=((0, 1), (0, 1), (0, 1), (1, 0)), steps=200, evaluations={160: (0,)})
     store = run.store()
@@ -292,30 +235,7 @@ def test_communication_is_per_update_also_during_an_evaluation_that_fills_the_ti
     assert (later.unit, later.synced) == ("update", 1.0)
 
 
-def test_a_tally_without_passes_has_no_waits() -> None:
-    times = build_rank_times(0, 0, Tally(10))
-    assert (times.joined, times.exposed_ns, times.wait_ns, times.wait_share) == (0, None, None, None)
-    assert find_straggler([times, times]) is None
-
-
 # ------------------------------------------------------------------------------------------------ communication
-
-
-def test_the_state_knows_the_newest_of_each_wrapper() -> None:
-    run, _ = record_ddp_ranks(2)
-    run.add([ddp_event(1, 2, iteration=400, comm_ms=3.0), ddp_event(1, 2, wrapper=1, root="Critic")], 1, 1)
-    said = RunEvents.read(run.store())
-    assert {(one.process, one.number, one.iteration) for one in said.wrappers} == {
-        (0, 0, 300),
-        (1, 0, 400),
-        (1, 1, 300),
-    }
-    found = run.state().communication
-    assert found is not None
-    assert [one.process for one in found.wrappers] == [0], "those of one rank"
-    assert found.torch_times is not None
-    assert found.torch_times.iteration == 400
-    assert found.hidden_share == pytest.approx(5.9 / 3.0)
 
 
 def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
@@ -329,30 +249,7 @@ def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
     assert "nothing can be hidden" in told["torch"]["absent"]["overlap_ms"]
 
 
-def test_one_process_that_averages_nothing_has_no_communication() -> None:
-    assert build_communication([], [], tally=Tally(), lately=True) is None
-    assert build_communication([rank_times(0, 0)], [], tally=Tally(), lately=True) is None
-    assert list(find_rank_problems(None)) == []
-
-
 # ------------------------------------------------------------------------------------------------ findings
-
-
-@pytest.mark.parametrize(("others_ms", "kinds"), [(1.0, {"straggler"}), (8.0, {"straggler", "data"})])
-def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms: float, kinds: set[str]) -> None:
-    fast, slow = rank_times(0, 5.0), rank_times(1, 0.0, slowest=180)
-    fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
-    slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
-    figures = PhaseStats("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
-    mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (figures,), Tally())
-    found = find_all(
-        run_analysis_with(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=communication_of([fast, slow]))
-    )
-    assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
-
-
-def test_a_healthy_job_has_no_finding_about_communication() -> None:
-    assert found_in(EVEN) == []
 
 
 @pytest.mark.parametrize(

@@ -4,34 +4,62 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
 from dpmon.model.device_memory import HOST
-from dpmon.model.mode_comparison import MIN_STEPS, Comparison, Peak, verdict_sentence
-from dpmon.model.run_snapshot import PHASES, Process
-from dpmon.record.record_types import Event, Record
+from dpmon.model.mode_comparison import MIN_STEPS, Comparison, Peak, compare_modes, verdict_sentence
+from dpmon.model.run_snapshot import Process
+from dpmon.record.history_rows import Definition, Row
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import STEP, WARM_UP_STEPS
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.steps import read_longest_steps
 from dpmon.store.tally import Tally
-from support.history_builders import NOT_RUN, StepSample, series_stats, snapshot_of_records
-from support.history_builders import compare_steps as compare
-from support.record_builders import Training, host_event, records_of_rows
+from support.history_builders import open_store_with, series_stats, snapshot_of_rows
+from support.record_builders import STEP_ROW_PHASES, TRAINING_FLAGS, Training, call_row, host_event, step_row
 
 MS = 1_000_000
 TWO = ("cuda:0", "cuda:1")
 
 
-def step(number: int, samples: int | None = 32, **phases: float) -> StepSample:
-    """Return a step with these phases in ms, and their sum as duration."""
+LAYOUT = Definition(1, {"root": "Model", "via": "DataParallel", "devices": list(TWO), "absent": {}})
+CALL_PHASES = ("scatter", "replicate", "apply", "gather")
+
+
+def step(number: int, samples: int | None = 32, **phases: float | None) -> Step:
+    """Return a step with these phases in ms, and their sum as duration; `forward`: without the phases of its call."""
     times = {"forward": 4.0, "backward": 5.0, "optimizer": 1.0, **phases}
-    slots = tuple(int(times[name] * MS) if times.get(name) is not None else NOT_RUN for name in PHASES)
-    wall = sum(took for took in slots if took > 0)
-    return StepSample(number, (number + 1) * 1000 * MS, wall, samples, slots)
+    took = {name: int(ms * MS) for name, ms in times.items() if ms is not None}
+    wall, start, at = sum(took.values()), number * 1000 * MS, 0
+    parts: list[int] = []
+    for name in CALL_PHASES:
+        ns = took.pop(name, None)
+        parts += [-1, 0] if ns is None else [at, ns]
+        at += ns or 0
+    took["forward"] += at
+    row = step_row("dp", number, start, wall, samples, [took.get(name, -1) for name in STEP_ROW_PHASES])
+    call = call_row("dp", TRAINING_FLAGS, 1, number, start + took.get("data", 0), took["forward"], 0, 0, parts)
+    return row._replace(calls=[call])
 
 
-def steps(count: int, wobble: float = 0.03, seed: int = 1, **phases: float) -> list[StepSample]:
+def compare(by_mode: Mapping[str, Sequence[Step]], *, devices: Sequence[str] = (), virtual: bool = False) -> Comparison:
+    """Compare the steps of each mode, before which it warms up."""
+    rows: list[Row] = [LAYOUT]
+    for mode, own in by_mode.items():
+        for made in [step(0) for _ in range(WARM_UP_STEPS)] + [*own]:
+            number = len(rows)
+            start = number * 1000 * MS
+            calls = [call._replace(call=number, start=start + call.start - made.start_ns) for call in made.calls]
+            rows.append(made._replace(mode=mode, step=number, start_ns=start, calls=calls))
+    store = open_store_with(rows)
+    longest = [one for mode in by_mode for one in read_longest_steps(store, len(rows), mode)]
+    return compare_modes(StatsWindow(store), 0, devices=devices, virtual=virtual, longest=longest)
+
+
+def steps(count: int, wobble: float = 0.03, seed: int = 1, **phases: float) -> list[Step]:
     chance = random.Random(seed)
     given = {"forward": 4.0, "backward": 5.0, "optimizer": 1.0, **phases}
     return [
@@ -181,10 +209,10 @@ def test_a_mode_that_was_not_seen_is_no_zero() -> None:
     assert list(found.sides) == ["dp"]
     assert found.missing == "single not seen yet"
     assert compare({}).missing == "single and dp not seen yet"
-    warm = compare({"single": [], "dp": steps(100)}, seen={"single": 3, "dp": 105})
+    warm = compare({"single": [], "dp": steps(100)})
     assert warm.missing == "no verdict yet: it needs 20 more steps in single"
     assert warm.sides["single"].median_ns is None
-    assert warm.seen["single"] == 3
+    assert warm.seen["single"] == WARM_UP_STEPS
 
 
 def test_only_steps_of_the_same_batch_are_compared() -> None:
@@ -201,36 +229,31 @@ def test_only_steps_of_the_same_batch_are_compared() -> None:
         unlike.missing
         == "no verdict: the batches are not of the same size (32 samples per step in single, 16 samples per step in dp)"
     )
-    unknown = compare({"single": [s._replace(samples=None) for s in single], "dp": half})
+    unknown = compare({"single": [one._replace(samples=None) for one in single], "dp": half})
     assert "an unknown number of samples per step in single" in (unknown.missing or "")
 
 
 def test_training_is_not_compared_with_evaluation() -> None:
-    evaluation = [step(i, backward=None, optimizer=None) for i in range(50)]  # type: ignore[arg-type]
+    evaluation = [step(i, backward=None, optimizer=None) for i in range(50)]
     found = compare({"single": steps(50), "dp": evaluation}, devices=TWO)
-    assert found.missing == "dp not seen yet"
+    assert found.missing == "no verdict yet: it needs 20 more steps in dp"
     mixed = compare({"single": steps(50) + evaluation, "dp": evaluation + steps(30)})
     assert mixed.sides["dp"].steps == 30, "training rather than evaluation, if there is enough of it"
     assert mixed.left_out == 0
     assert mixed.speedup is not None
 
 
-def test_steps_that_took_no_time_make_no_verdict() -> None:
-    nothing = [StepSample(i, i, 0, 32, (0,) * len(PHASES)) for i in range(40)]
-    assert "no measurable time" in (compare({"single": nothing, "dp": steps(40)}).missing or "")
-
-
 # ------------------------------------------------------------------------------------------------ from records
 
 
-def seen(records: list[Record], span_s: int = 120) -> Process:
+def seen(records: list[Row], span_s: int = 120) -> Process:
     """Return the process that the screen shows after these records."""
-    process = snapshot_of_records(records, span_s=span_s).representative
+    process = snapshot_of_rows(records, span_s=span_s).representative
     assert process is not None
     return process
 
 
-def compared(records: list[Record]) -> Comparison:
+def compared(records: list[Row]) -> Comparison:
     found = seen(records).compared
     assert found is not None
     return found
@@ -238,13 +261,11 @@ def compared(records: list[Record]) -> Comparison:
 
 def test_the_steps_after_a_change_of_mode_are_left_out() -> None:
     training = Training(step_ns=10 * MS)
-    records = records_of_rows([*training.begin(), *training.run(400)])
-    training.defined.clear()
+    records = [*training.begin(), *training.run(400)]
     training.step_ns = 900 * MS  # as when caches are filled
-    records += records_of_rows([*training.switch("single"), *training.run(WARM_UP_STEPS)])
-    training.defined.clear()
+    records += [*training.switch("single"), *training.run(WARM_UP_STEPS)]
     training.step_ns = 50 * MS
-    records += records_of_rows(training.run(60))
+    records += training.run(60)
     found = compared(records)
     assert found.sides["single"].steps == 60
     assert (found.sides["single"].p95_ns or 0) < 100 * MS
@@ -265,23 +286,22 @@ def test_each_change_of_mode_has_the_speed_up_of_the_steps_around_it() -> None:
         records += training.switch(mode)
         begins.append(training.now)
         records += training.run(steps)
-    compared = snapshot_of_records(records, changes=True).processes[0].compared
+    compared = snapshot_of_rows(records, changes=True).processes[0].compared
     assert compared is not None
     assert [change.to for change in compared.changes] == ["dp", "single", "dp"], "ten steps are too few"
     for change, begin, expected in zip(compared.changes, begins, (1.6, 1.6, 0.5), strict=False):
         assert begin <= change.t_ns <= begin + 10 * 32_000_000, "after the steps that settle"
         assert change.speedup.low <= change.speedup.value <= change.speedup.high
         assert change.speedup.value == pytest.approx(expected, rel=0.05)
-    without = snapshot_of_records(records).processes[0].compared
+    without = snapshot_of_rows(records).processes[0].compared
     assert without is not None
     assert without.changes == ()
 
 
 def test_a_mode_of_long_ago_keeps_its_steps() -> None:
     training = Training(step_ns=100 * MS)
-    records = records_of_rows([*training.begin(), *training.run(300)])
-    training.defined.clear()
-    records += records_of_rows([*training.switch("single"), *training.run(9000)])
+    records = [*training.begin(), *training.run(300)]
+    records += [*training.switch("single"), *training.run(9000)]
     process = seen(records)
     assert all(column.mode == "single" for column in process.columns)
     assert process.compared is not None
@@ -302,9 +322,8 @@ def memory(step: int, **peaks: tuple[int, int]) -> Event:
 
 def test_a_peak_of_another_mode_is_only_an_upper_bound() -> None:
     training = Training(step_ns=100 * MS, devices=TWO, virtual=False, mode="single")
-    records = [*records_of_rows([*training.begin(), *training.run(50)]), memory(50, cuda_0=(400, 0))]
-    training.defined.clear()
-    records += records_of_rows([*training.switch("dp"), *training.run(50)])
+    records = [*[*training.begin(), *training.run(50)], memory(50, cuda_0=(400, 0))]
+    records += [*training.switch("dp"), *training.run(50)]
     records += [memory(80, cuda_0=(400, 0), cuda_1=(120, 50)), memory(100, cuda_0=(400, 0), cuda_1=(130, 80))]
     found = compared(records)
     assert found.memory["single"] == {"cuda:0": Peak(400, True)}
@@ -314,17 +333,16 @@ def test_a_peak_of_another_mode_is_only_an_upper_bound() -> None:
 
 def test_memory_that_stays_resident_is_only_an_upper_bound() -> None:
     training = Training(step_ns=100 * MS)
-    records = records_of_rows([*training.begin(), *training.run(20), host_event(3.0, run_mem_bytes=900)])
-    training.defined.clear()
-    records += records_of_rows([*training.switch("single"), *training.run(20), host_event(6.0, run_mem_bytes=900)])
+    records = [*training.begin(), *training.run(20), host_event(3.0, run_mem_bytes=900)]
+    records += [*training.switch("single"), *training.run(20), host_event(6.0, run_mem_bytes=900)]
     peaks = {mode: peaks[HOST] for mode, peaks in compared(records).memory.items()}
     assert peaks == {"dp": Peak(900, True), "single": Peak(900, False)}
-    more = [*records, *records_of_rows([host_event(7.0, run_mem_bytes=1000)])]
+    more = [*records, *[host_event(7.0, run_mem_bytes=1000)]]
     assert compared(more).memory["single"][HOST] == Peak(1000, True)
 
 
 def test_if_few_steps_take_most_time_the_verdict_also_has_the_means() -> None:
-    def fed(mode_forward: float, count: int = 400) -> list[StepSample]:
+    def fed(mode_forward: float, count: int = 400) -> list[Step]:
         """Every fourth step waits for the loader until all four have taken 40 ms."""
         wait = 40.0 - 4 * (mode_forward + 6.0)
         found = steps(count, forward=mode_forward)

@@ -16,16 +16,14 @@ from dpmon.model.device_usage import HostUsage
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.device_findings import busy_cpus_note
 from dpmon.model.findings.finding_evidence import MIN_STEPS
-from dpmon.model.layouts import CallLayouts, IdleDeviceCounts, ReplicaStats
+from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart, RunEvents
-from dpmon.record.history_rows import Definitions
 from dpmon.record.schema import EVALUATION
 from dpmon.store.gaps import Gap
-from dpmon.store.shapes import CallShape
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
 from support.analysis_builders import (
@@ -77,11 +75,6 @@ def test_a_busy_machine(facts: HostUsage | None, kinds: list[str], is_noted: boo
         "other processes are using the host's CPUs: a median of 3.0 of 8 cores; times on a quieter machine will differ"
     )
     assert busy_cpus_note(run) == ([text] if is_noted else [])
-
-
-def test_busy_machines() -> None:
-    (note,) = busy_cpus_note(with_changes(HEALTHY_RUN, host=host()._replace(machines=2)))
-    assert note.startswith("other processes are using the nodes' CPUs: a median of 3.0 of 8 cores per node;")
 
 
 def test_findings_are_ordered_by_the_seconds_they_could_save() -> None:
@@ -183,13 +176,6 @@ def test_fewer_threads_are_advised_only_where_the_run_needs_too_many() -> None:
         assert "OMP_NUM_THREADS" not in spread_advice(host=machine)
 
 
-@pytest.mark.parametrize(("calls", "is_advised"), [((1000,), False), ((980, 20), False), ((700, 300), True)])
-def test_batches_of_similar_size_are_advised_only_where_sizes_differ(calls: tuple[int, ...], is_advised: bool) -> None:
-    shapes = [CallShape(0, "single", 0, 1, 0, f"[{number},9]", 0, count) for number, count in enumerate(calls, 1)]
-    layouts = CallLayouts(shapes, {0: Definitions(9)})
-    assert ("batches of similar size" in spread_advice(layouts=layouts)) == is_advised
-
-
 def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
     run = RUNS_BY_FINDING["low use"]
     (advice,) = [found.advice for found in find_all(run) if found.kind == "low use"]
@@ -232,12 +218,6 @@ def test_a_gain_is_the_time_in_the_evidence(kind: str, saves_s: float | None, wo
     assert found.saves_s == (saves_s if saves_s is None else pytest.approx(saves_s))
     assert found.gain_text == words
     assert found.advice_text.startswith(f"try ({words}): " if words else "try: ")
-
-
-def test_warm_up_steps_count_with_the_mean_of_the_others() -> None:
-    settled = replace(WAITING_MODE, steps=95, warm_up_steps=5)
-    (found,) = find_all(with_changes(HEALTHY_RUN, modes=(replace(WAITING_MODE, steps=100, settled=settled),)))
-    assert found.saves_s == pytest.approx(0.43 * 0.020 * 100)
 
 
 def test_evaluations_that_take_much_of_the_time_are_found() -> None:
@@ -300,13 +280,6 @@ def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> Non
     assert found.ground.startswith("between steps 20.0 s and slow fetches 2.00 s of 1 min 50 s;")
 
 
-def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
-    (alone,) = find_all(RUNS_BY_FINDING["long steps"])
-    (found,) = find_all(with_changes(RUNS_BY_FINDING["long steps"], names={0: "rank 3", 1: "rank 0"}))
-    assert " of rank 3" in found.ground
-    assert found.ground.replace(" of rank 3", "") == alone.ground
-
-
 def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     seen = RecordedStall(60 * SECOND, 70 * SECOND, 100 * SECOND, {"text": STALL})
     key = TallyKey(0, "dp", 4, 8)
@@ -359,12 +332,6 @@ def test_a_live_run_that_hangs_says_so_first() -> None:
 )
 def test_a_live_run_is_not_called_quiet(evidence: RunAnalysis) -> None:
     assert find_all(evidence) == []
-
-
-def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None:
-    (found,) = find_all(with_changes(RUNS_BY_FINDING["quiet"], announced=RunEvents(stalls=STALLED)))
-    assert found.ground.endswith(f"; {STALL}")
-    assert "dpmon why" in found.advice
 
 
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "long steps", "spread", "quiet"])
@@ -428,11 +395,6 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
     assert [finding.kind for finding in found] == ["data", "replicate", "data", "fuller"]
     assert "in mode single" in found[0].text
     assert "60%" in found[0].text
-
-
-def test_virtual_replicas_are_called_virtual() -> None:
-    evidence = with_changes(HEALTHY_RUN, modes=(replace(mode_stats(replicate=0.5), virtual=True),))
-    assert "virtual" in find_all(evidence)[0].text
 
 
 def test_memory_reserved_by_torch_stands_in_for_unknown_driver_figures() -> None:
@@ -523,13 +485,6 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
         if said:
             assert "takes 30% of step time" in said[0].text
             assert "on the device median 6.00 ms, on the host median 8.00 ms" in said[0].ground
-
-
-def test_of_idle_devices_and_unequal_rows_only_one_is_found() -> None:
-    uneven = (replica_stats(0, rows=2), replica_stats(1, rows=1))
-    assert kinds(with_changes(HEALTHY_RUN, replicas=uneven)) == ["uneven"]
-    assert "a batch that 2 divides" in find_all(with_changes(HEALTHY_RUN, replicas=uneven))[0].advice
-    assert kinds(with_changes(RUNS_BY_FINDING["idle"], replicas=uneven)) == ["idle"]
 
 
 def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:

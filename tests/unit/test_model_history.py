@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from dpmon.model.run_snapshot import Process
-from dpmon.model.step_history import COLUMNS, HistoryColumnCache
+from dpmon.model.step_history import COLUMNS
 from dpmon.record.record_types import Step
 from dpmon.ui.time_axis import TimeAxis, build_chart_columns, fit_axis, resample
-from support.history_builders import Recording, snapshot_of_records
-from support.record_builders import SECOND, Training
+from support.history_builders import snapshot_of_rows
+from support.record_builders import SECOND
 
 
 def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> list[Step]:
@@ -28,7 +28,7 @@ def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> 
 
 
 def process_of(walls: list[int], span_s: int, each_ns: int | None = None) -> Process:
-    process = snapshot_of_records(steps_of(walls, each_ns=each_ns), span_s=span_s).representative
+    process = snapshot_of_rows(steps_of(walls, each_ns=each_ns), span_s=span_s).representative
     assert process is not None
     return process
 
@@ -108,21 +108,3 @@ def test_the_history_of_a_whole_run_stays_small_and_exact() -> None:
     assert 100 < len(process.columns) <= COLUMNS
     assert sum(column.count for column in process.columns) == 30_000
     assert sum(column.wall_ns for column in process.columns) == 30_000 * 100_000_000
-
-
-def test_columns_that_are_over_are_read_once_and_are_the_same() -> None:
-    """They equal columns that are read again for each picture, also after going back in time."""
-    training = Training(step_ns=SECOND // 5)
-    recording = Recording().add(training.begin())
-    kept = HistoryColumnCache()
-    for number in range(40):
-        recording.add(training.run(20))
-        if number % 9 == 8:
-            recording.add(training.switch("single" if training.mode == "dp" else "dp"))
-        store, end = recording.store(), training.now // SECOND
-        for end_s in (end + 1, end - 7 if number % 5 == 4 else end + 1):
-            for width in (1, 10):
-                begin = max(end_s - 60, 0) if width == 1 else 0
-                fresh = HistoryColumnCache().read(store, 0, begin, end_s, width)
-                assert (kept if width == 1 else HistoryColumnCache()).read(store, 0, begin, end_s, width) == fresh
-    assert len(kept._closed) <= 60

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from dpmon.model.recent_calls import percentiles_of
-from dpmon.model.run_snapshot import PHASES, Process, RunSnapshot
+from dpmon.model.run_snapshot import PHASES, Process
 from dpmon.model.throughput import throughput_of
-from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Call, CallPhaseTime, Event, Record, Replica, Step
-from support.history_builders import Recording, snapshot_of_records
-from support.record_builders import SECOND, Training, device_event, host_event
+from dpmon.record.history_rows import Definition, Row
+from dpmon.record.record_types import CallRow, Event, Step
+from dpmon.record.shared_names import CALL_PHASES
+from support.history_builders import Recording, snapshot_of_rows
+from support.record_builders import SECOND, TRAINING_FLAGS, Training, call_row, calls_alone, device_event, host_event
 
 NOT_RUN = None
 
 
-def after(training: Training, steps: int, **wanted: Any) -> RunSnapshot:
-    return snapshot_of_records([*training.begin(), *training.run(steps)], **wanted)
-
-
-def of_run(records: Iterable[Row | Record], t_ns: int | None = None, **wanted: Any) -> Process:
+def of_run(records: Iterable[Row], t_ns: int | None = None, **wanted: Any) -> Process:
     """Return the process that the screen shows."""
-    process = snapshot_of_records(records, t_ns, **wanted).representative
+    process = snapshot_of_rows(records, t_ns, **wanted).representative
     assert process is not None
     return process
 
@@ -36,26 +31,28 @@ def a_step(**changes: Any) -> Step:
     return step._replace(**changes)
 
 
-def a_call(**changes: Any) -> Call:
-    call = Call(
-        0, None, 1, 1, "Net", "DataParallel", "dp", False, True, True, False, 0, 10_000, ("cuda:0", "cuda:1"), {},
-        (), (), (),
-    )  # fmt: skip
-    return replace(call, **changes)
+LAYOUTS = [
+    Definition(1, {"root": "Net", "via": "DataParallel", "devices": ["cuda:0", "cuda:1"], "absent": {}}),
+    Definition(2, {"root": "Head", "via": None, "devices": ["cuda:0"], "absent": {}}),
+]
 
 
-def took(**phases: int) -> dict[str, CallPhaseTime]:
-    """Return phases of a call with these durations, µs."""
-    found, now = {}, 0
-    for name, us in phases.items():
-        found[name] = CallPhaseTime(now, us * 1000)
-        now += us * 1000
-    return found
+def a_call(
+    number: int = 1, mode: str = "dp", layout: int = 1, start_ns: int = 0, flags: int = TRAINING_FLAGS,
+    replicas: Sequence[int] = (), **phases_us: int
+) -> CallRow:  # fmt: skip
+    """Return a call whose phases follow each other directly."""
+    phases, at = [], 0
+    for name in CALL_PHASES:
+        us = phases_us.get(name)
+        phases += [-1, 0] if us is None else [at, us * 1000]
+        at += (us or 0) * 1000
+    return call_row(mode, flags, layout, number, start_ns, 10_000, 0, 0, phases, replicas)
 
 
-def phases_of(records: Iterable[Record]) -> dict[str, int | None]:
+def phases_of(*rows: Row) -> dict[str, int | None]:
     """Return the mean of each phase as panel 3 shows it, µs."""
-    shown = of_run(records, span_s=0).ranged.disjoint_phases
+    shown = of_run([*LAYOUTS, *rows], span_s=0).ranged.disjoint_phases
     return {phase.name: None if not phase.ran else round((phase.mean_ns or 0) / 1000) for phase in shown}
 
 
@@ -63,8 +60,7 @@ def phases_of(records: Iterable[Record]) -> dict[str, int | None]:
 
 
 def test_the_phases_of_calls_take_their_part_out_of_forward() -> None:
-    call = a_call(phases=took(scatter=1, replicate=2, parallel_apply=3, gather=1))
-    found = phases_of([call, a_step()])
+    found = phases_of(a_step(calls=[a_call(scatter=1, replicate=2, parallel_apply=3, gather=1)]))
     assert found == {
         "data": 1, "copy": NOT_RUN, "scatter": 1, "replicate": 2, "apply": 3, "gather": 1, "forward": 3,
         "backward": 5, "sync": NOT_RUN, "optimizer": 2, "other": 2,
@@ -73,17 +69,15 @@ def test_the_phases_of_calls_take_their_part_out_of_forward() -> None:
 
 
 def test_several_calls_of_a_step_add_up_and_those_of_another_step_do_not() -> None:
-    first = a_call(phases=took(scatter=2))
-    second = a_call(phases=took(scatter=3, gather=1), call=2)
-    foreign = a_call(phases=took(scatter=100), call=3, step=2)
-    found = phases_of([first, second, foreign, a_step()])
+    calls = [a_call(1, scatter=2), a_call(2, scatter=3, gather=1)]
+    found = phases_of(a_step(calls=calls), calls_alone(2, a_call(3, scatter=100)))
     assert (found["scatter"], found["gather"], found["forward"]) == (5, 1, 4)
     assert found["replicate"] is NOT_RUN
 
 
 def test_calls_longer_than_the_forward_are_not_subtracted_from_it() -> None:
     """A forward that is computed again in backward: its phases are not part of this forward."""
-    found = phases_of([a_call(phases=took(parallel_apply=11)), a_step()])
+    found = phases_of(a_step(calls=[a_call(parallel_apply=11)]))
     assert found["forward"] == 10
     assert found["apply"] is NOT_RUN
 
@@ -91,16 +85,10 @@ def test_calls_longer_than_the_forward_are_not_subtracted_from_it() -> None:
 # ------------------------------------------------------------------------------------------------ figures and speed
 
 
-@pytest.mark.parametrize(("count", "expected"), [(0, None), (1, 1), (20, 19), (100, 95), (21, 20)])
-def test_percentile_is_the_nearest_rank(count: int, expected: int | None) -> None:
-    found = percentiles_of(range(1, count + 1))
-    assert (None if found is None else found.high) == expected
-
-
 def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
-    state = snapshot_of_records(payloads)
+    state = snapshot_of_rows(payloads)
     process = state.representative
     assert process is not None
     stalled = throughput_of(process, state, process.seen_ns + 12 * SECOND)
@@ -111,7 +99,7 @@ def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
         "the process goes on, only the record is behind"
     )
     assert throughput_of(process, state, now, now - 4 * SECOND).reason == stalled.reason
-    over = snapshot_of_records(payloads, over=True)
+    over = snapshot_of_rows(payloads, over=True)
     process = over.representative
     assert process is not None
     assert throughput_of(process, over, process.seen_ns + 12 * SECOND).steps_per_s is not None, (
@@ -123,21 +111,12 @@ def test_speed_does_not_mix_modes() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
     training.step_ns = 40_000_000
-    state = snapshot_of_records([*payloads, *training.switch("single"), *training.run(100)], span_s=0)
+    state = snapshot_of_rows([*payloads, *training.switch("single"), *training.run(100)], span_s=0)
     process = state.representative
     assert process is not None
     assert throughput_of(process, state, process.seen_ns).steps_per_s == pytest.approx(25, rel=0.05)
     assert process.ranged.mode == "single"
     assert process.ranged.steps == 100
-
-
-def test_replica_times_are_of_the_mode_of_the_last_step() -> None:
-    training = Training(devices=("cpu:0", "cpu:1"))
-    payloads = [*training.begin(), *training.run(50)]
-    (track,) = of_run(payloads).calls.values()
-    assert [times.calls for times in track.times if times is not None] == [50, 50]
-    (track,) = of_run([*payloads, *training.switch("single"), *training.run(3)]).calls.values()
-    assert [times.calls for times in track.times if times is not None] == [3]
 
 
 def test_columns_are_seconds_and_break_where_the_mode_changes() -> None:
@@ -156,7 +135,7 @@ def test_columns_are_seconds_and_break_where_the_mode_changes() -> None:
 
 def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
     events = [device_event(1.0, 0), device_event(2.0, 0, util_pct=None, absent={"util_pct": "GPU is lost"})]
-    state = snapshot_of_records([*events, host_event(1.0, cpu=0.0), host_event(2.0, cpu=None)])
+    state = snapshot_of_rows([*events, host_event(1.0, cpu=0.0), host_event(2.0, cpu=None)])
     assert state.devices[0].util == (97.0, None)
     assert state.host.util == (0.0, None)
     assert state.devices[0].data["absent"] == {"util_pct": "GPU is lost"}
@@ -169,7 +148,7 @@ def a_pause(paused: bool, t_s: float, **more: Any) -> Event:
     return Event("pause", {"process": 0, "rank": None, "t_s": t_s, "step": 5, "paused": paused, **more})
 
 
-def steps_from(start_s: float, count: int, first: int = 1) -> list[Record]:
+def steps_from(start_s: float, count: int, first: int = 1) -> list[Row]:
     """Return consecutive steps of 0.1 s."""
     tenth = SECOND // 10
     return [
@@ -179,10 +158,10 @@ def steps_from(start_s: float, count: int, first: int = 1) -> list[Record]:
 
 
 def test_a_pause_has_a_beginning_and_an_end() -> None:
-    state = snapshot_of_records([*steps_from(1.0, 20), a_pause(True, 3.0)])
+    state = snapshot_of_rows([*steps_from(1.0, 20), a_pause(True, 3.0)])
     assert state.processes[0].paused_since_ns == 3 * SECOND
     assert throughput_of(state.processes[0], state, 4 * SECOND).reason == "the training is paused"
-    state = snapshot_of_records([*steps_from(1.0, 20), a_pause(True, 3.0), a_pause(False, 63.0, paused_s=60.0)])
+    state = snapshot_of_rows([*steps_from(1.0, 20), a_pause(True, 3.0), a_pause(False, 63.0, paused_s=60.0)])
     assert state.processes[0].paused_since_ns is None
     assert [(change.paused, change.t_ns, change.paused_ns, change.step) for change in state.pauses] == [
         (True, 3 * SECOND, None, 5),
@@ -197,7 +176,7 @@ def test_a_step_ends_a_pause_whose_end_was_missed() -> None:
 
 
 def test_a_pause_that_was_refused() -> None:
-    state = snapshot_of_records([*steps_from(1.0, 3), a_pause(False, 1.0, refused="ranks")])
+    state = snapshot_of_rows([*steps_from(1.0, 3), a_pause(False, 1.0, refused="ranks")])
     assert (state.pauses[0].refused, state.processes[0].paused_since_ns) == ("ranks", None)
 
 
@@ -212,7 +191,7 @@ def mode_event(root: str, mode: str, step: int, **more: Any) -> Event:
 def test_a_refusal_keeps_what_is_in_force() -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(5)]
-    state = snapshot_of_records([*payloads, training.mode_event("user", refused="the module is spread over devices")])
+    state = snapshot_of_rows([*payloads, training.mode_event("user", refused="the module is spread over devices")])
     process = state.representative
     assert process is not None
     assert process.mode == "dp"
@@ -223,20 +202,17 @@ def test_a_refusal_keeps_what_is_in_force() -> None:
 
 def test_a_bare_root_beside_a_split_one_does_not_make_the_mode_single() -> None:
     """A head or a teacher has its own mode, and is called in each step."""
-    announced = [mode_event("Net", "dp", 0), mode_event("Head", "single", 0)]
-    run, modes = Recording().add(announced), []
+    run, modes = Recording().add([*LAYOUTS, mode_event("Net", "dp", 0), mode_event("Head", "single", 0)]), []
     for number in range(1, 9):
-        mode = "dp" if number < 5 else "single"
-        start = number * SECOND
-        for call in (a_call(step=number, mode=mode), a_call(step=number, root="Head", via=None, mode="single")):
-            run.add([replace(call, start_ns=start)])
-            modes.append(run.state().processes[0].mode)
-        run.add([a_step(step=number, mode=mode, start_ns=start)])
-    assert modes == ["dp"] * 10 + ["single"] * 6, "a step later than the last of it"
+        mode, start = "dp" if number < 5 else "single", number * SECOND
+        calls = [a_call(2 * number, mode, 1, start), a_call(2 * number + 1, "single", 2, start)]
+        run.add([a_step(step=number, mode=mode, start_ns=start, calls=calls)])
+        modes.append(run.state().processes[0].mode)
+    assert modes == ["dp"] * 4 + ["single"] * 4
 
 
 def test_refusals_of_roots_that_are_gone_do_not_stay() -> None:
-    records: list[Record] = [a_call(), mode_event("Old", "single", 10, refused="it is compiled")]
+    records: list[Row] = [*LAYOUTS, calls_alone(1, a_call()), mode_event("Old", "single", 10, refused="it is compiled")]
     assert list(of_run(records).refusals) == ["Old"]
     records.append(mode_event("New", "dp", 60))
     assert list(of_run(records).refusals) == ["Old"], "it may have answered to the same request"
@@ -245,15 +221,13 @@ def test_refusals_of_roots_that_are_gone_do_not_stay() -> None:
 
 
 def test_times_of_evaluation_and_training_are_separate() -> None:
-    def part(number: int, took_ns: int, evaluates: bool) -> list[Record]:
-        replica = Replica(0, "cuda:0", 0, took_ns, (), ())
-        more = {"training": False, "grad": False} if evaluates else {}
-        start = number * SECOND
+    def part(number: int, took_ns: int, evaluates: bool) -> list[Row]:
+        start, flags = number * SECOND, 0 if evaluates else TRAINING_FLAGS
         phases = {"forward": 10_000, "other": 10_000} if evaluates else a_step().phases
-        call = a_call(step=number, call=number, start_ns=start, replicas=(replica,), **more)
-        return [call, a_step(step=number, start_ns=start, phases=phases)]
+        call = a_call(number, start_ns=start, flags=flags, replicas=(0, 0, 0, took_ns))
+        return [a_step(step=number, start_ns=start, phases=phases, calls=[call])]
 
-    records = [record for number in range(1, 4) for record in part(number, 9000, False)]
+    records = [*LAYOUTS, *(record for number in range(1, 4) for record in part(number, 9000, False))]
     evaluated = [*records, *part(4, 1000, True)]
     for made, expected in (
         (records, (3, 9000)),

@@ -15,21 +15,19 @@ import pytest
 
 from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
-from dpmon.model.nodes import NodeProblem, NodeStatus
-from dpmon.model.rank_waits import choose_ranks_to_show
+from dpmon.model.nodes import NodeStatus
 from dpmon.model.run_snapshot import MAX_FULLY_READ, MAX_LEAST_WAITING, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import delay_shares, straggler_sentence
 from dpmon.record.record_types import Event
-from dpmon.record.schema import STEP, WAIT
+from dpmon.record.schema import STEP
 from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_reader import PauseState
 from dpmon.run.run_registry import create_run
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import read_keys
 from dpmon.ui.dialogs import Choice
-from dpmon.ui.live_run import FROZEN_RANKS
-from dpmon.ui.panels import panel_batch, panel_ranks
+from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.rank_map import rows_by_rank
 from dpmon.ui.scenes import NODES, RANKS, choose_scene
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View
@@ -37,7 +35,7 @@ from dpmon.ui.screen_painter import TALL_SCREEN_ROWS
 from dpmon.ui.styled_rows import plain_text
 from support.format_readers import documented_json_paths
 from support.history_builders import make_run_info
-from support.rank_builders import ManyNodes, ddp_event
+from support.rank_builders import ManyNodes
 from support.record_builders import SECOND
 from support.screen_harness import open_screen
 from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, screen_text
@@ -75,11 +73,6 @@ def test_a_node_in_trouble_is_described_with_the_time(changes: dict[str, Any], w
     trouble = NODE._replace(**changes).problem_at(12 * SECOND)
     assert (None if trouble is None else trouble.words(12 * SECOND)) == words
     assert trouble is None or trouble.brief(12 * SECOND, 8).startswith(brief)
-
-
-def test_a_word_that_does_not_fit_is_cut() -> None:
-    assert [NodeProblem("disconnected", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["cut", "cut", "c"]
-    assert NodeProblem("disconnected", 0).brief(7300 * SECOND, 8) == "cut 2 h"
 
 
 def test_the_sentence_names_the_node_of_the_slow_rank() -> None:
@@ -125,12 +118,6 @@ def test_a_row_a_node_and_several_in_a_row_where_there_is_no_room() -> None:
     ]  # fmt: skip
     (row,) = (line for line in screen_text(facts_of(run_of(4)), 80, 18).splitlines() if line.startswith("│ gpu-"))
     assert row.startswith("│ gpu-0 ········ ···▸···· ········ ········ "), row
-
-
-def test_where_even_that_is_too_much_a_cell_stands_for_a_node() -> None:
-    facts = facts_of(run_of(24))
-    rows = [line for line in screen_text(facts, 80, 20).splitlines() if line.startswith("│ gpu-")]
-    assert rows[0].startswith("│ gpu-0  ·▸······ ········ ········  "), rows
 
 
 def test_the_scene_and_the_header_count_the_nodes() -> None:
@@ -238,20 +225,6 @@ async def test_a_rank_is_found_and_its_node_shown_alone_and_all_again(tmp_path: 
         await on.shows("there is no rank or node gpu-9")
 
 
-def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
-    run = ManyNodes(3, slow=11).run(0, 30)
-    for second in range(30, 50):
-        if second == 35:
-            run.silent = {2}
-        if second == 42:  # it comes back, with all that it has missed
-            run.silent = {0, 1}
-            run.run(35, 42)
-            run.silent = set()
-        run.second(second)
-        kept, first = run.state(), SnapshotBuilder().build(run.store(), SnapshotRequest())
-        assert kept.ranks == first.ranks
-
-
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
     facts = replace(
         facts_of(run_of(4)), node_replies=NodeReplies(3, 4), mode_request=ModeRequest("dp", "pending", 11 * SECOND)
@@ -259,13 +232,6 @@ def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
     assert "pending 1 s: takes effect at the next call; 3 of 4 nodes answered" in screen_text(facts, 120, 40)
     pausing = replace(facts, mode_request=None, pause_state=PauseState(is_requested=True, is_pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in screen_text(pausing, 120, 40)
-
-
-def test_a_node_that_did_not_do_what_it_was_asked_for_says_why() -> None:
-    answers = NodeReplies(4, 4, {"gpu-2": "no training process is running"})
-    assert "gpu-2: no training process is running" in screen_text(
-        replace(facts_of(run_of(4)), node_replies=answers), 120, 40
-    )
 
 
 @pytest.mark.parametrize(("node", "verdict"), [(0, "others wait for rank 11 (gpu-1)"), (1, "rank 11 (gpu-1)")])
@@ -290,21 +256,6 @@ def test_a_node_alone_names_no_rank_of_its_own_while_the_slow_one_is_elsewhere()
         assert (found.straggler.rank, len(found.ranks)) == (slow, 8)
 
 
-def test_the_map_explains_only_what_it_shows() -> None:
-    slow, calm = facts_of(run_of(4)), facts_of(ManyNodes(2, slow=-1).run(0, 12))
-    assert "▸ slowest  1-9 tenths of a step that the others waited for it" in screen_text(slow, 120, 40)
-    assert calm.state.straggler is None
-    assert "│ 1-9 tenths of a step that the others waited for it " in screen_text(calm, 120, 40)
-
-
-def test_the_cells_of_ended_nodes_stay_where_nodes_share_a_row() -> None:
-    run = ManyNodes(4, slow=11).run(0, 12)
-    for number in range(4):
-        run.node(number, "ended", None, 12.0)
-    row = plain_text(panel_ranks.render_panel(facts_of(run), 76, 6, STYLE)[0])
-    assert row.startswith("gpu-0 ········ ···▸···· "), row
-
-
 @pytest.mark.parametrize("nodes", [(), ("gpu-1", "gpu-2")])
 async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Path, nodes: tuple[str, ...]) -> None:
     async with open_screen(tmp_path) as on:
@@ -313,16 +264,6 @@ async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Pat
         dialog = on.app.screen
         assert isinstance(dialog, Choice)
         assert ("It stops on all 2 nodes." in dialog.lines) == bool(nodes)
-
-
-def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time() -> None:
-    run = ManyNodes(2, slow=11).run(0, 30)
-    per_s = run.rows_of(0).tallies[1].steps
-    run._db.execute(f"UPDATE series SET count = count * 2 / {per_s}, total = total * 2 / {per_s} WHERE name = '{WAIT}'")
-    for store in (run.store(), run.store().as_of(25 * SECOND + SECOND // 2)):
-        state = SnapshotBuilder().build(store, SnapshotRequest())
-        assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]
-        assert state.straggler is not None
 
 
 @pytest.mark.parametrize(("nodes", "each", "shown"), [(2, 2, "0123"), (4, 8, "11"), (125, 8, "11")])
@@ -338,15 +279,6 @@ def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes:
     assert not any(row.endswith("% │") for row in screen_text(calm, 120, 40).splitlines())
 
 
-def test_of_many_ranks_the_slow_one_is_compared_with_some_others() -> None:
-    state = facts_of(run_of(24), waits=True, worst=MAX_LEAST_WAITING, process=40).state
-    assert state.rank_waits is not None
-    assert set(state.rank_waits.shares) == {11, 40}
-    shown, others = choose_ranks_to_show(state.ranks, state.straggler, 40)
-    assert (shown, len(others)) == ([11, 40], 12)
-    assert choose_ranks_to_show(state.ranks, None, 40) == ([], [])
-
-
 def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
     first = facts_of(run_of(4)).state.ranks[:6]
     waits = zip(first, (5, 5, 5, 2.6, 0, 5), strict=True)
@@ -356,17 +288,6 @@ def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
     assert plain_text(row).rstrip() == "   0 ···25·"
     halves = [one._replace(group=(0, 1, 2) if at < 3 else (3, 4, 5)) for at, one in enumerate(ranks)]
     assert {process: round(share, 2) for process, share in delay_shares(halves).items()} == {4: 0.38}
-
-
-def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
-    """A step may end just before a second on one node, and just after it on another node that is then cut off."""
-    facts = facts_of(ManyNodes(2, 1, slow=-1).run(0, 12))
-    traffic = facts.state.communication
-    assert traffic is not None
-    one, other = traffic.ranks
-    alone = replace(traffic, ranks=(one, other._replace(joined=0, wait_ns=None)))
-    shown = screen_text(replace(facts, state=replace(facts.state, communication=alone)), 120, 40)
-    assert [f"│ gpu-{rank} {sign}  {rank} " in shown for rank, sign in enumerate("·?")] == [True, True], shown
 
 
 def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, more_ns: int) -> None:
@@ -428,88 +349,6 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
     assert ended.ended == {5}, "it is known at once"
 
 
-def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers() -> None:
-    run = ManyNodes(20, slow=11).run(0, 24)
-    for word in ("connected", "cut", "connected"):
-        run.node(7, word, None, 24.0)
-        assert run.state(worst=MAX_LEAST_WAITING).nodes[7].state == word
-    for iteration in (500, 600):
-        run._event(ddp_event(0, run.ranks, iteration=iteration, comm_ms=44.0, overlap_ms=39.0), 0)
-        state = run.state(worst=MAX_LEAST_WAITING)
-        assert state.communication is not None
-        assert state.communication.torch_times is not None
-        assert state.communication.torch_times.iteration == iteration
-
-
-def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> None:
-    run = ManyNodes(20, slow=150).run(0, 24)
-    facts = facts_of(run, worst=MAX_LEAST_WAITING)
-    ranks = [one.rank for one in panel_batch._ranks_with_steps(facts)]
-    assert ranks[0] == 150
-    assert set(range(1, 9)) <= set(ranks)
-    assert all(one.last_step is not None and one.last_step.runs for one in panel_batch._ranks_with_steps(facts))
-
-
-@pytest.mark.parametrize(("groups", "forward"), [(2, False), (1, True), (2, True)])
-def test_each_picture_of_very_many_ranks_knows_who_waits_for_whom(groups: int, forward: bool) -> None:
-    run = ManyNodes(20, slow=11, groups=groups, sync_batch_norm=forward).run(0, 24)
-    for second in range(24, 28):
-        run.second(second)
-        state = run.state(worst=MAX_LEAST_WAITING)
-        assert {one.group for one in state.ranks[:80]} == {range(160 // groups)}
-        assert len({one.group for one in state.ranks}) == groups
-        assert {one.waits_in_forward for one in state.ranks} == {forward}
-
-
-def test_of_many_ranks_in_several_groups_each_has_the_steps_and_the_passes_of_its_own() -> None:
-    """The second group has fewer passes, and its first waits are known later."""
-    run = ManyNodes(20, slow=11, groups=2).run(0, 24)
-    lengthen(run, tuple((1, second) for second in range(14, 24)), range(80, 160), 60 * SECOND)
-    run._db.execute("UPDATE steps SET wait_ns = NULL WHERE process >= 80")
-    first, second = ([one for one in run.state().ranks if not one.phases and one.rank // 80 == at] for at in (0, 1))
-    assert len(first) > 50 < len(second)
-    assert max(one.step_ns or 0 for one in first) < min(one.step_ns or 0 for one in second)
-    assert {one.joined for one in second} == {0}
-    run.second(24)
-    run._db.execute("UPDATE steps SET sync_number = sync_number / 1000 WHERE process >= 80")
-    assert {one.joined for one in run.state().ranks if not one.phases} == {20, 1}
-
-
-def test_waits_that_become_known_later_than_those_of_other_ranks_are_not_missed() -> None:
-    early, late = (ManyNodes(20, slow=11).run(0, 24) for _ in range(2))
-    for second in range(24, 27):
-        for run in (early, late):
-            run.second(second)
-            run._db.execute(f"UPDATE steps SET wait_ns = wait_ns + 1000 WHERE start_ns > {second * SECOND} - 1000")
-        unknown = late.store().query(f"SELECT id, wait_ns FROM steps WHERE process >= 80 AND start_ns > {24 * SECOND}")
-        late._db.execute(f"UPDATE steps SET wait_ns = NULL WHERE process >= 80 AND start_ns > {24 * SECOND}")
-        assert late.state().ranks != early.state().ranks
-        late._db.executemany("UPDATE steps SET wait_ns = ?2 WHERE id = ?1", unknown)
-    assert late.state().ranks == early.state().ranks
-
-
-def test_waits_that_are_long_past_are_unknown_also_on_a_node_alone_while_another_is_cut_off() -> None:
-    run, joined = ManyNodes(20, slow=11).run(0, 24), []
-    for second in range(24, 70):
-        run.silent = {5}
-        run.second(second)
-        if second in (24, 69):
-            run._db.execute(f"UPDATE steps SET wait_ns = NULL WHERE start_ns > {24 * SECOND}")
-            found = run.state(node=1).communication
-            assert found is not None
-            joined.append({one.joined for one in (*found.ranks, *found.elsewhere) if not one.phases})
-    assert joined == [{20}, {0}]
-
-
-def test_a_node_alone_does_not_say_that_the_others_are_missing() -> None:
-    ranks = [one._replace(joined=0) for one in run_of(4).state().ranks]
-    found = build_communication(
-        ranks[:8], [Wrapper(0, 0, 0, "Model", group_size=32)], elsewhere=ranks[8:], tally=Tally(), lately=True
-    )
-    assert found is not None
-    assert found.missing == "no step is recorded yet in which all ranks averaged their gradients"
-
-
 @pytest.mark.parametrize(("away", "who"), [((1,), "gpu-1"), ((1, 2), "gpu-1 and 1 other")])
 def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[int, ...], who: str) -> None:
     """As after another start of the mirror."""
@@ -524,11 +363,3 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     later = [node._replace(since_ns=facts.elapsed_ns + SECOND, heard_ns=None) for node in nodes]
     before = replace(facts, state=replace(state, nodes=tuple(later)))
     assert plain_text(panel_ranks.render_panel(before, 200, 60, STYLE)[-1]) == text, "in a playback of the time before"
-
-
-def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:
-    """As a frozen picture, which is scrolled without a new read."""
-    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=MAX_LEAST_WAITING).representative
-    assert focus is not None
-    assert focus.last_step is not None
-    assert focus.last_step.phases

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,26 +91,6 @@ def test_a_slow_foreground_says_what_it_missed(
     assert len(unfinished) <= 4  # the line before each gap and the line after it
     count = sum(int(gap.removesuffix(" bytes").replace(",", "")) for gap in missed)
     assert 0 <= len(passed) + count - sum(map(len, lines)) <= 2  # a newline is added to an unfinished line
-
-
-@pytest.mark.usefixtures("full_disk")
-def test_a_part_that_is_deleted_while_it_is_read_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, copied = tmp_path / "stdout.log", tmp_path / "copied"
-    output = OutputSpaceReserver([log], lambda text: None)
-    monkeypatch.setattr(output_space, "KEPT_BYTES", BLOCK)
-    log.write_bytes(b"a" * 5 * BLOCK + b"b" * BLOCK)
-    pread: Callable[[int, int, int], bytes] = os.pread
-
-    def read_late(fd: int, size: int, offset: int) -> bytes:
-        output.poll()
-        return pread(fd, size, offset)
-
-    with open(copied, "wb") as stdout:
-        stream = LogCopier(log, stdout.fileno())
-        monkeypatch.setattr(os, "pread", read_late)
-        assert copy_all(stream) == [f"{5 * BLOCK:,} bytes"]
-    output.close(nobody_writes=True)
-    assert copied.read_bytes() == b"b" * BLOCK
 
 
 @pytest.mark.usefixtures("full_disk")

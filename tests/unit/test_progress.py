@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.assemble.boundary_state import FetchTracker
 from dpmon.cli.main import main
 from dpmon.cli.status_stream import ProgressReporter
-from dpmon.model.epoch_progress import ALONE_STEPS, Epoch, Progress, format_progress, format_time_left
+from dpmon.model.epoch_progress import ALONE_STEPS, Epoch, Progress, format_progress
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Batches, Event, Step
-from dpmon.record.span_format import Kind, Span
 from dpmon.run.run_reader import RunReader
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoopTracker, estimate_time_left
@@ -23,11 +21,10 @@ from dpmon.store.loops import LoaderLoop, read_loops
 from dpmon.store.steps import LoopStep
 from dpmon.store.write_batch import WriteBatch
 from dpmon.supervise.prometheus_file import PrometheusFile
-from support.history_builders import Recording, snapshot_of_records, write_run_directory
+from support.history_builders import Recording, snapshot_of_rows, write_run_directory
 from support.record_builders import Training, pause_event
 
 SECOND = 1_000_000_000
-MINUTE = 60 * SECOND
 
 
 class Process:
@@ -104,41 +101,6 @@ def test_an_epoch_goes_on_however_many_evaluations_it_has(loaders: int) -> None:
     assert process.epochs == [(1, 1)]
 
 
-def test_a_loop_that_reads_ahead_uses_its_last_batch_after_the_loaders_end() -> None:
-    process = Process()
-    for first in (None, 1):  # as accelerate does
-        loop = process.start(4)
-        used = [process.step(loop, 2), process.step(loop), process.step(loop), process.step(loop, 0)]
-        assert used == [first, 2, 3, 4]
-        assert process.step(loop, 0) is None  # later steps use no batch of it
-    assert process.epochs == [(1, 1), (2, 2)]
-
-
-def test_batches_read_in_groups() -> None:
-    process = Process()
-    for first in (None, 4):  # as transformers' Trainer does with gradient accumulation
-        loop = process.start(11)
-        assert [process.step(loop, 5), process.step(loop, 4), process.step(loop, 2, over=True)] == [first, 8, 11]
-    assert process.epochs == [(1, 1), (2, 2)]
-
-
-def test_skipped_batches_count_and_a_skipped_first_one_is_not_taken_for_one_read_ahead_twice() -> None:
-    process = Process()
-    loop = process.start(30)  # as a training that resumes
-    assert [process.step(loop, 21), process.step(loop)] == [None, 22]
-    for expected in ([None, 2, 3], [None, 3, 4]):  # the first time, it looks as if one batch was read ahead
-        loop = process.start(4)
-        assert [process.step(loop, 2), process.step(loop), process.step(loop)] == expected
-    assert process.rows[2].batches_used == 4
-
-
-def test_a_loader_made_anew_for_each_epoch_goes_on_and_another_dataset_begins_at_1() -> None:
-    process = Process()
-    for dataset in (1, 1, 7, 7, 7):
-        process.read(2, dataset)
-    assert process.epochs == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3)]
-
-
 @pytest.mark.parametrize("begun", [False, True], ids=["one supervisor", "another supervisor goes on"])
 def test_epochs_over_a_new_dataset_each_have_one_sequence(begun: bool) -> None:
     process = Process()
@@ -148,51 +110,6 @@ def test_epochs_over_a_new_dataset_each_have_one_sequence(begun: bool) -> None:
         if begun:
             process = process.resumed()
     assert [epoch for _, epoch in process.epochs] == [1, 2, 3, 4]
-
-
-def test_epochs_over_lasting_datasets_are_counted_for_each() -> None:
-    process = Process()
-    for dataset in (1, 2, 3):  # three tasks or shards in turn; after these, they could still be new each time
-        process.read(2, dataset)
-    for dataset in (1, 2, 3, 1, 4):
-        process = process.resumed()
-        process.read(2, dataset)
-    assert [epoch for _, epoch in process.epochs] == [1, 1, 1, 2, 2, 2, 3, 1]
-
-
-def test_a_first_batch_taken_apart_is_no_epoch_of_a_new_dataset() -> None:
-    process = Process()
-    for dataset in (1, 2, 3):
-        process.step(process.start(4, dataset))
-        process.read(4, dataset)
-    assert [epoch for _, epoch in process.epochs] == [1, 2, 3]
-
-
-def test_two_loaders_read_in_turn_are_one_epoch() -> None:
-    process = Process()
-    for _ in range(3):
-        first, second = process.start(3), process.start(3, 2)
-        for _ in range(3):
-            process.step(first)
-            process.step(second)
-    assert process.epochs == [(1, 1), (3, 2), (5, 3)]
-
-
-def test_single_batches_of_loaders_are_no_epochs() -> None:
-    process = Process()
-    for _ in range(5):  # next(iter(loader)) in each step
-        process.step(process.start(10))
-    assert process.epochs == []
-    assert process.read(3) == [1, 2, 3]
-    assert process.epochs == [(6, 1)]
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_loader_of_few_batches_has_epochs(length: int) -> None:
-    process = Process()
-    for _ in range(3):
-        process.read(length)
-    assert process.epochs == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_a_script_that_makes_a_dataset_for_each_epoch_does_not_fill_the_memory() -> None:
@@ -205,69 +122,11 @@ def test_a_script_that_makes_a_dataset_for_each_epoch_does_not_fill_the_memory()
     assert len(process.loops._epochs) == len(process.loops._first_fetches) == MAX_DATASETS
 
 
-def test_a_step_after_the_end_of_the_loader_belongs_to_no_epoch() -> None:
-    process = Process()
-    process.read(3)
-    assert process.step(1, 0) is None  # itertools.cycle repeats the batches
-    assert process.step(None) is None
-    assert process.rows[1].batches_used == 3
-
-
 def test_a_loader_that_gives_more_batches_than_its_length_has_none() -> None:
     process = Process()
     loop = process.start(2)
     assert [process.step(loop) for _ in range(3)] == [1, 2, 3]
     assert process.rows[loop].length is None
-
-
-def test_another_supervisor_goes_on() -> None:
-    process = Process()
-    process.read(4)
-    loop = process.start(4)
-    process.step(loop)
-    again = LoaderLoopTracker(0)
-    again.resume(process.rows.values())
-    process.loops = again
-    assert [process.step(loop) for _ in range(3)] == [2, 3, 4]
-    process.read(4)
-    assert process.epochs == [(1, 1), (2, 2), (3, 3)]
-
-
-# ------------------------------------------------------------------------------------------------ several loaders
-
-
-def fetch(fetches: FetchTracker, loop: int, length: int = 10, *, failed: bool = False) -> None:
-    fetches.add_fetch(Span(0, Kind.FETCH, 0, 0, 0, loop, 0, 0, loop, length + 1), failed)
-
-
-@pytest.mark.parametrize(
-    ("order", "lengths", "driver"),
-    [
-        pytest.param((1, 2), (10, 10), 2, id="zip"),
-        pytest.param((1, 2), (5, 10), 1, id="zip ends with the shorter loader"),
-        pytest.param((2, 1), (5, 10), 2, id="the body of the loop reads a loader that was started before"),
-    ],
-)
-def test_one_of_several_loaders_drives_the_steps(order: tuple[int, ...], lengths: tuple[int, int], driver: int) -> None:
-    fetches = FetchTracker()
-    for _ in range(3):
-        for loop in order:
-            fetch(fetches, loop, lengths[loop - 1])
-        assert fetches.pop_step_batches() == Batches(driver, driver, lengths[driver - 1], 1)
-
-
-def test_only_the_end_of_the_loop_itself_lets_a_step_without_a_batch_belong_to_it() -> None:
-    fetches = FetchTracker()
-    fetch(fetches, 1)
-    assert fetches.pop_step_batches() == Batches(1, 1, 10, 1)
-    assert fetches.pop_step_batches() is None
-    fetch(fetches, 2, failed=True)
-    assert fetches.pop_step_batches() is None
-    fetch(fetches, 1, failed=True)
-    assert fetches.pop_step_batches() == Batches(1, 1, 10, 0, is_exhausted=True)
-    fetch(fetches, 3)
-    fetch(fetches, 3, failed=True)
-    assert fetches.pop_step_batches() == Batches(3, 3, 10, 1, is_exhausted=True)
 
 
 # ------------------------------------------------------------------------------------------------ time left
@@ -294,11 +153,6 @@ def test_a_wait_that_returns_counts_and_an_evaluation_in_the_middle_does_not() -
         assert found.left_ns == pytest.approx(80 * SECOND, rel=0.02)
     found = estimate_time_left(steps([*[SECOND] * 60, 500 * SECOND, *[SECOND] * 60]), 40)
     assert found == (40 * SECOND, 0)
-
-
-def test_too_few_batches_give_no_time() -> None:
-    assert estimate_time_left(steps([SECOND] * 3), 20) is None
-    assert estimate_time_left([], 20) is None
 
 
 def test_uneven_batches_make_the_time_uncertain() -> None:
@@ -328,12 +182,6 @@ def test_the_words(progress: Progress, text: str) -> None:
     assert format_progress(progress) == text
 
 
-def test_the_words_of_a_time_left() -> None:
-    assert format_time_left(0, 0) == "0 s"
-    assert format_time_left(99.4 * SECOND, None) == "99 s"
-    assert format_time_left(3 * 60 * MINUTE, 11 * MINUTE) == "3 h 00 min"
-
-
 # ------------------------------------------------------------------------------------------------ a run
 
 
@@ -361,7 +209,7 @@ class Run:
 
     def progress(self, t_ns: int | None = None, **wanted: bool) -> Progress:
         """Return the progress now, or at a time."""
-        focus = snapshot_of_records(self.rows, t_ns, **wanted).representative
+        focus = snapshot_of_rows(self.rows, t_ns, **wanted).representative
         assert focus is not None
         return focus.progress
 

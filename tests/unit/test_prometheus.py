@@ -81,12 +81,6 @@ def test_every_metric_and_label_exists(schema: dict[str, set[str]], text: str) -
     assert grouped(text) <= known
 
 
-def test_the_check_finds_a_wrong_name() -> None:
-    text = 'sum by (rnk) (rate(dpmon_held{run="x", no="y"}[5m])) + on (runn) dpmon:a:b {{ $labels.z }}'
-    assert list(used(text)) == [("dpmon_held", {"run", "no"}), ("dpmon:a:b", set())]
-    assert grouped(text) == {"rnk", "runn", "z"}
-
-
 def test_every_rule_is_described() -> None:
     page = (DOCS / "prometheus.md").read_text()
     alerts = re.findall(r"alert: (\w+)", RULES.read_text())
@@ -105,31 +99,6 @@ def test_every_metric_is_described(schema: dict[str, set[str]]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the dashboard
-
-
-def test_the_dashboard_is_what_grafana_imports() -> None:
-    source, *variables = DASHBOARD["templating"]["list"]
-    assert (source["type"], source["query"]) == ("datasource", "prometheus")
-    wanted = {"type": "prometheus", "uid": f"${{{source['name']}}}"}
-    assert [each["name"] for each in variables] == ["instance", "run"]
-    assert DASHBOARD["title"]
-    assert DASHBOARD["uid"]
-    assert DASHBOARD["schemaVersion"] >= 36
-    places: set[tuple[int, int]] = set()
-    for number, panel in enumerate(DASHBOARD["panels"], start=1):
-        assert panel["id"] == number
-        assert panel["title"]
-        assert panel["type"] in ("stat", "timeseries")
-        assert panel["datasource"] == wanted
-        assert [target["refId"] for target in panel["targets"]] == ["A", "B"][: len(panel["targets"])]
-        place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert place["x"] + place["w"] <= 24
-        assert not cells & places, "panels do not overlap"
-        places |= cells
-    for variable in variables:
-        assert variable["datasource"] == wanted
-        assert re.fullmatch(r"label_values\(dpmon_run_info(\{.*\})?, (instance|run)\)", variable["query"]["query"])
 
 
 def test_what_a_panel_names_is_a_label_of_its_result(schema: dict[str, set[str]]) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 import pytest
 
 from dpmon.model.rank_waits import RankWaitCache, RankWaits
-from dpmon.model.stragglers import median_without
 from dpmon.ui.panels.panel_ranks import render_full_screen
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.terminal_style import TerminalStyle
@@ -47,30 +44,6 @@ def test_the_slowest_rank_changes_half_way() -> None:
     assert max(found.shares[0].values()) < 0.01
 
 
-def test_what_is_cached_equals_what_is_read_again() -> None:
-    run, end = changing()
-    reader = RankWaitCache()
-    for end_s in range(3, end // SECOND + 2):
-        for begin_s in (0, max(end_s - 4, 0)):
-            kept = waits(run, 4, end_s * SECOND, reader, begin_s)
-            assert kept == waits(run, 4, end_s * SECOND, None, begin_s)
-
-
-def test_many_ranks_over_a_long_time_are_read_in_wider_stretches() -> None:
-    run, end = changing(16, 60)
-    reader = RankWaitCache()
-    assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 120).width_s == 10
-    assert reader.read(run.store(), dict.fromkeys(range(16), 0), 0, 120).width_s == 1
-    assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 86_400).width_s == 3600
-    assert end > 0
-
-
-def test_the_median_without_one() -> None:
-    for values in ([1.0, 2.0], [0.0, 0.0, 5.0], [1.0, 3.0, 4.0, 9.0], [0.0, 2.0, 2.0, 7.0, 8.0]):
-        for at, one in enumerate(values):
-            assert median_without(values, one) == median(values[:at] + values[at + 1 :])
-
-
 @pytest.mark.parametrize("look", [STYLE, MONO_ASCII])
 @pytest.mark.parametrize("width", [60, 116])
 def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: TerminalStyle, width: int) -> None:
@@ -94,10 +67,3 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Termina
         rows_text(render_full_screen(ScreenData(run.state(), end, RUN_INFO, is_command_alive=True), width, 40, look))
         != text
     )
-
-
-def test_it_is_read_only_if_the_picture_shows_it() -> None:
-    run, end = changing(4, 60)
-    assert run.state().rank_waits is None
-    assert run.state(waits=True).rank_waits is not None
-    assert end > 0

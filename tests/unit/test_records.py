@@ -93,12 +93,6 @@ def test_a_step_that_has_copied() -> None:
     assert list(said["device_ms"]) == [name for name in STEP_PHASES if name not in ("sync", "other")]
 
 
-def test_a_step_without_copies_has_no_copy_fields() -> None:
-    step = read(step_row("dp", 12, ORIGIN, 1000, 30, (100, 200, 300, 50)))
-    assert isinstance(step, Step)
-    assert (step.quantities, "copy" in step.phases, "copied_bytes" in as_json(step)) == ({}, False, False)
-
-
 SHORT = ((0, 0, 100), (1, 100, 250), (4, 120, 40), (2, 360, 300), (2, 660, 0), (3, 700, 50))
 """Phase, start after the step's start, duration."""
 
@@ -127,13 +121,6 @@ def test_phases_that_did_not_run_are_missing(ran: int) -> None:
     phases = tuple(n for k in range(4) for n in ((k, 10) if ran & 1 << k else (-1, 0)))
     found = call_of(call(phases=phases))
     assert list(found.phases) == [name for k, name in enumerate(CALL_PHASES) if ran & 1 << k]
-
-
-def test_a_phase_of_no_time_at_all_did_run() -> None:
-    step = read(step_row("dp", 1, 0, 10, 0, (0, 5, -1, -1)))
-    assert isinstance(step, Step)
-    assert step.phases == {"data": 0, "forward": 5, "other": 5}
-    assert step.samples == 0
 
 
 def test_a_definition_may_come_again_and_may_change() -> None:

@@ -6,7 +6,6 @@ import html
 import os
 import re
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,26 @@ import pytest
 from dpmon.cli.summary import summary_lines
 from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow, Row
-from dpmon.record.record_types import Event, Step
-from dpmon.record.schema import EVALUATION, TRAINING, WARM_UP_STEPS
+from dpmon.record.record_types import Event
+from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import DDP
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.document import Plot, PlotSeries, Table
 from dpmon.report.health import read_health
-from dpmon.report.html_page import HEIGHT, WIDTH, render_page, render_plot
+from dpmon.report.html_page import WIDTH, render_page, render_plot
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
 from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.run import proc
-from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
 from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of
-from support.history_builders import snapshot_of_directory, with_changes, write_run_directory
+from support.history_builders import snapshot_of_directory, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
     SECOND,
-    TRAINING_FLAGS,
     Training,
-    call_row,
-    calls_alone,
     device_event,
     host_event,
     pause_event,
@@ -127,24 +122,6 @@ def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path
         assert len(alive) == 2
     else:
         assert len([line for line in said if "the process ended while it imported torch" in line]) == 2
-
-
-@pytest.mark.parametrize("text", ["this run is kept in /tmp/x", "event command disabled: it was not found"])
-def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path, text: str) -> None:
-    """Only one about a process of the training does."""
-    warning = Event("warning", {"process": None, "t_s": 0.0, "text": text})
-    directory = write_run_directory({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
-    add_note(directory, text)
-    said = "\n".join(report_text(directory, 200))
-    assert "nothing was traced: no Python process of the run imported torch" in said
-    assert text in said
-    (directory / "warnings.log").write_text("12 34 this torch cannot be traced\n")
-    for lines in (report_text(directory, 200), summary_lines(directory, None)):
-        assert "nothing was traced: this torch cannot be traced" in "\n".join(lines)
-    ring = Event("warning", {"process": 0, "t_s": 0.0, "text": "process-0.ring cannot be read: not a ring"})
-    assert "nothing was traced: process-0.ring cannot be read" in "\n".join(
-        report_text(write_run_directory({-1: [ring]}), 200)
-    )
 
 
 def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
@@ -235,27 +212,6 @@ def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
     assert "small batch" in {
         finding.kind for finding in collect_report_data(write_run_directory({0: training.run(60)})).findings
     }
-
-
-def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
-    def steps(slow: int) -> list[Row]:
-        at = 0
-        out: list[Row] = []
-        for number in range(1, 101):
-            wall = 8 * SECOND if number == slow else 10_000_000
-            out.append(step_row("single", number, at, wall, 4, (wall - 3_000_000, 1_000_000, 1_000_000, -1)))
-            at += wall
-        return out
-
-    (found,) = (
-        finding
-        for finding in collect_report_data(write_run_directory({0: steps(70)})).findings
-        if finding.kind == "long steps"
-    )
-    assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
-    kinds = {finding.kind for finding in collect_report_data(write_run_directory({0: steps(WARM_UP_STEPS)})).findings}
-    assert "long steps" not in kinds
-    assert "data" in kinds
 
 
 @pytest.mark.parametrize(
@@ -366,16 +322,6 @@ def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     assert sorted(labels) == ["8 equal ranks"] * 2 + ["9 equal ranks"] * 6, "those of one device share a row"
 
 
-def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
-    made, _ = ddp_rank_rows(40, slow=3, phase="data", steps=60)
-    tries = [Training(process=100 + rank, rank=rank) for rank in range(40)]
-    made |= {one.process: [*one.begin(), *one.run(3)] for one in tries}
-    found = {plot.name: plot for plot in build_plots(collect_report_data(write_run_directory(made)).run)}
-    for name in ("waits", "ranks"):
-        assert sorted(found[name].rows) == sorted(f"rank {rank}" for rank in range(40)), name
-        assert "omitted" not in found[name].note, name
-
-
 def test_the_page_of_a_day_is_small(state: Path) -> None:
     slow: dict[str, Any] = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
     made, end = ddp_rank_rows(2, steps=500, noise=0.4, **slow)
@@ -425,30 +371,6 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     assert sum(one.parts[PARTS.index("backward")] for one in bins) == 3000 * 3000
 
 
-def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
-    story = collect_report_data(both)
-    changes = tuple(
-        change._replace(root=root) for change in story.run.announced.changes for root in ("Maker", "Critic")
-    )
-    facts = with_changes(story.run, announced=replace(story.run.announced, changes=changes))
-    rows = lines_of_section(text_lines(build_document(replace(story, run=facts)), 100), "MODE SWITCHES")
-    assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
-
-
-@pytest.mark.parametrize(("state_word", "text"), [("finished", "no findings"), ("failed", "no other findings")])
-def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, state_word: str, text: str) -> None:
-    story = replace(collect_report_data(both), findings=[], state=state_word)
-    assert lines_of_section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == text
-
-
-def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
-    story = collect_report_data(both)
-    facts = with_changes(story.run, binned_steps=story.run.binned_steps._replace(width_ns=3600 * SECOND))
-    story = replace(story, run=facts)
-    assert {one.mode for one in story.run.binned_steps.bins} == {"dp", "single"}
-    assert "  █" in text_lines(build_document(story), 100)
-
-
 def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> None:
     training = Training(mode="single", step_ns=100_000_000)
     payloads = [*training.begin(), *training.run(50)]
@@ -473,59 +395,6 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     bars = next(line for line in report_text(directory, 100) if "█" in line)
     assert re.search(r"▁ {8,10}▁", bars)
     assert "no bar where no step ran" in " ".join(report_text(directory, 100))
-
-
-def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[Row]:
-    """Return training steps of 10 ms, then evaluation steps of 1 ms, each with a call."""
-    layout: dict[str, Any] = {"root": "M", "via": via, "devices": ["cpu"], "absent": {}}
-    at = SECOND
-    out: list[Row] = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])]
-    for number in range(1, rounds * (train + evaluate) + 1):
-        trains = (number - 1) % (train + evaluate) < train
-        wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
-        none = (-1, 0) * 4
-        flags = TRAINING_FLAGS * trains
-        call = call_row("single", flags, 1, number, at, forward, 2, 2, none, (2, 2, 0, forward))
-        rest = (5_900_000, 50_000) if trains else (-1, -1)
-        step = step_row("single", number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest))
-        out.append(step._replace(calls=[call]))
-        at += wall
-    return out
-
-
-def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> None:
-    directory = write_run_directory({0: evaluated(60, 200)})
-    said = report_json_of(collect_report_data(directory))
-    (mode,), (evaluation,) = said["modes"], said["evaluations"]
-    assert (mode["mode"], mode["steps"], mode["median_ms"]) == ("single", 60, 10.0)
-    assert (evaluation["mode"], evaluation["steps"], evaluation["median_ms"]) == ("single", 200, 1.0)
-    assert evaluation["phases"].keys() == {"data", "forward", "other"}
-    assert (said["steps"], said["calls"]) == (60, 260)
-    assert "data" not in {finding["kind"] for finding in said["findings"]}, "the training does not wait"
-    assert {(one["evaluation"], one["mode"]) for one in said["time"]["stretches"]} == {
-        (False, "single"), (True, "single"),
-    }  # fmt: skip
-    (replica,) = said["replicas"]
-    assert (replica["calls"], replica["median_ms"]) == (60, pytest.approx(4.0, rel=0.004))
-    assert lines_of_section(report_text(directory, 80), "CALLS")[1].split()[3] == "60", "as many as the median is of"
-    lines = report_text(directory, 80)
-    assert [line.split()[:3] for line in lines_of_section(lines, "STEPS")[1:3]] == [
-        ["single", "60", "10.0"], ["single,", "evaluation", "200"],
-    ]  # fmt: skip
-    assert lines_of_section(lines, "PHASES of a step, single, evaluation")
-    summary = summary_lines(directory, load_exit(directory))
-    assert any(line.startswith("single: 60 steps, 60 calls") for line in summary)
-    assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
-
-
-def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
-    said = report_json_of(
-        collect_report_data(
-            write_run_directory({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})
-        )
-    )
-    assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
-    assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
 
 
 def ranks_with_an_evaluation(via: str | None, steps: int) -> list[str]:
@@ -557,19 +426,6 @@ def test_calls_of_ranks_have_a_row_for_each_kind_with_the_mode_of_its_calls(
     assert "; mean of 2 ranks: start-up" in lines_of_section(text, "TIME")[0]
     assert any("60 steps + 100 evaluation, 220 calls total" in line for line in text)
     assert not any("in single" in line for line in text)
-
-
-def test_ranks_that_only_train_have_their_calls_in_the_table_of_ranks(state: Path) -> None:
-    text = ranks_with_an_evaluation(None, 0)
-    assert "CALLS" not in text
-    assert all(line.endswith("[30, 5] -> [30, 2]") for line in lines_of_section(text, "RANKS")[1:])
-
-
-def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:
-    said = report_json_of(collect_report_data(write_run_directory({0: evaluated(0, 100)})))
-    assert (said["modes"][0]["steps"], said["evaluations"], said["calls"]) == (100, [], 100)
-    assert {one["step_kind"] for one in said["time"]["stretches"]} == {"evaluation"}
-    assert "data" in {finding["kind"] for finding in said["findings"]}
 
 
 def test_deleted_rows_change_no_figure(state: Path) -> None:
@@ -633,47 +489,6 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     assert not any(line == "TIME" for line in report_text(write_run_directory({}), 100))
 
 
-def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
-    device = {"device": "cpu", "model_bytes": 100, "gradients_bytes": 100, "optimizer_bytes": 200}
-    no = {**device, "optimizer_bytes": None, "absent": {"optimizer_bytes": "no torch optimizer was made"}}
-    payloads = {}
-    for process, devices in enumerate(([device], [no], None)):
-        training = Training(process=process)
-        payloads[process] = [*training.begin(), *training.run(9)]
-        if devices is not None:
-            payloads[process].append(Event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
-    (row,) = report_json_of(collect_report_data(write_run_directory(payloads, seconds=5.0)))["memory"]
-    assert (row["model_bytes"], row["optimizer_bytes"], row["rest_bytes"]) == (200, 200, None)
-    assert row["processes"] == 3
-    assert row["known"] == {"model_bytes": 2, "gradients_bytes": 2, "optimizer_bytes": 1, "rest_bytes": 0}
-    assert "optimizer_bytes" not in row["absent"], "a reason for what is null, not for what is known"
-
-
-def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
-    payloads, end = epochs(2.0)
-    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=end)).run.binned_steps
-    assert width_ns < 2 * SECOND
-    within = sum(one.wall_ns for one in bins)
-    assert within <= sum(one.elapsed_ns for one in bins) < within + 6 * SECOND, "between the stretches"
-
-
-def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) -> None:
-    """A thousand epochs of one step give at most four hundred stretches."""
-    training = Training(mode="single", step_ns=SECOND)
-    payloads = training.begin()
-    for _ in range(1000):
-        payloads += training.run(1)
-        training.now += 2 * SECOND
-    width_ns, bins = collect_report_data(
-        write_run_directory({0: payloads}, seconds=training.now / 1e9)
-    ).run.binned_steps
-    assert width_ns > 6 * SECOND
-    assert len(bins) <= BINS
-    assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
-    for one in bins[1:-1]:
-        assert (one.samples or 0) * 1e9 / one.elapsed_ns == pytest.approx(10, rel=0.35)
-
-
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     payloads, end = epochs(1.0)
     (found,) = (
@@ -719,17 +534,6 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     assert report_json_of(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 
-def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.ring_drain.is_alive", lambda *_: False)
-    training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
-    *definitions, step = training.step(failed=True)
-    assert isinstance(step, Step)
-    directory = write_run_directory({0: [*training.begin(), *definitions, calls_alone(1, *step.calls)]}, status=1)
-    lines = summary_lines(directory, load_exit(directory))
-    assert "single: 0 steps, 1 call" in lines
-    assert not any("samples/s" in line for line in lines)
-
-
 def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(state: Path) -> None:
     training = Training()
     traceback = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: of \x1b[31mno\x1b[0m use\nbye\n"
@@ -758,16 +562,6 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
         out.append(step_row("single" if number <= 1000 else "dp", number, at, wall, 4, phases))
         at += wall
     return out
-
-
-def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> None:
-    story = collect_report_data(write_run_directory({0: long_training(slow=5900)}, limit_bytes=1 << 18))
-    assert story.run.store.pruned > 0
-    (found,) = (finding for finding in story.findings if finding.kind == "long steps")
-    assert found.text.startswith("At least one step took 10.0 s")
-    assert found.ground.startswith("the longest: step 5900 at ")
-    deleted = collect_report_data(write_run_directory({0: long_training(slow=500)}, limit_bytes=1 << 18))
-    assert "long steps" not in {one.kind for one in deleted.findings}
 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
@@ -813,13 +607,6 @@ def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
     assert "cut" not in "".join(svg_of(rows._replace(rows=["a", "b", "c", "d"])).itertext()), "the slow one is shown"
 
 
-@pytest.mark.parametrize("values", [(), (0.0,), (0.0, 0.0), (None, 1.0, None), (1e-9, 1e12)])
-def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
-    for name, text in ((one.tag, value) for one in svg_of(lines(*values)).iter() for value in one.attrib.values()):
-        assert "nan" not in text, (name, text)
-        assert "inf" not in text, (name, text)
-
-
 def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
     made, _ = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     story = collect_report_data(write_run_directory(made))
@@ -835,13 +622,3 @@ def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<h2 id=.*?>(.*?)</h2>", text)]
     assert re.findall(r'<a href="#part-\d+">(.*?)</a>', text) == names
     assert "Communication" in names
-
-
-def test_bars_stand_on_each_other(state: Path) -> None:
-    series = [PlotSeries(name, "#000000", [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0)], "bars") for name in ("a", "b")]
-    bars = [one for one in svg_of(Plot("p", "P", "", series, "ms")).iter("rect") if one.find("title") is not None]
-    places = [(float(bar.attrib["y"]), float(bar.attrib["height"])) for bar in bars]
-    assert len(places) == 4
-    for lower, upper in zip(places[:2], places[2:], strict=True):
-        assert upper[0] + upper[1] == pytest.approx(lower[0], abs=0.2)
-    assert all(0 <= y <= HEIGHT for y, _ in places)

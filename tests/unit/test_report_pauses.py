@@ -191,19 +191,6 @@ def test_simultaneous_pauses_of_several_processes_are_one_pause(
     assert pause_totals(paused_ones(*pauses), 100 * SECOND) == total
 
 
-def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
-    training = Training(mode="single")
-    payloads = [*training.begin(), *training.run(5), pause_event(3.0, 5), pause_event(4.0, 5, 1.0)]
-    payloads += [pause_event(5.0, 5, 0.0, refused="ranks wait") for _ in range(1004)]
-    directory = write_run_directory({0: payloads})
-    lines = report_text(directory, 120)
-    assert "  paused once, for 1.00 s: not counted in any step, phase or metric" in lines
-    assert lines_of_section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
-    said = report_json_of(collect_report_data(directory))
-    assert len(said["pauses"]) == 1005
-    assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
-
-
 def two_trainings() -> tuple[Path, str]:
     """Record two trainings of a launcher, the second paused from 200 to 800 s, and a GPU that is idle only then."""
     payloads: dict[int, list[Row]] = {}

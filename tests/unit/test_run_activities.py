@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
-from dpmon.ui.screen_data import ScreenData, describe_activity
 
-SECOND = 1_000_000_000
-NOW = 100 * SECOND
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
 JOINING, FETCHING = "joining the process group: gloo, rank 1 of 2", "waiting for data: the first batch of Images"
 
@@ -57,23 +53,3 @@ def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     found = {7: StartupStage(JOINING, 5), 8: StartupStage(IMPORTING, 2)}
     assert current_startup_stage(found, {8}.__contains__) == (IMPORTING, 2)
     assert current_startup_stage(found, set().__contains__) == (JOINING, 5)
-
-
-@pytest.mark.parametrize(
-    ("stage", "detail"),
-    [
-        (IMPORTING, "importing torch, 34 s"),
-        (IMPORTED, "waiting for the first step, 34 s"),
-        (IN_SCRIPT, "waiting for the first step, 34 s"),
-        (JOINING, "joining the process group: gloo, rank 1 of 2, 34 s"),
-        (FETCHING, "waiting for data: the first batch of Images, 34 s"),
-    ],
-)
-def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, detail: str) -> None:
-    assert describe_activity(
-        ScreenData(RunSnapshot(), NOW, startup_stage=(stage, 66 * SECOND), is_command_alive=True)
-    ) == (
-        "starting",
-        "wait",
-        detail,
-    )

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from dpmon.cli.status_stream import ProgressReporter
-from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.run.process_notes import (
     Note,
-    NoteReader,
     parse_notes,
-    read_uncaught_exceptions,
     traceback_line,
 )
-from support.run_harness import STATUS_NOW_NS, fake_status_reader, stop_status_clock
-
-DAMAGE = {
-    "5000 digits for a time": "7 " + "9" * 5000 + " ValueError {}",
-    "400 digits for a time": "7 " + "9" * 400 + " ValueError {}",
-    "5000 digits for a process": "9" * 5000 + " 7 ValueError {}",
-    "digits of another script": "٧ ٧ ValueError {}",
-    "a sign": "-7 7 ValueError {}",
-    "no text": "7 7 ",
-    "no process": "\0\x1b[2J",
-}
+from support.run_harness import stop_status_clock
 
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     stop_status_clock(monkeypatch)
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> None:
-    lines = f"7 1 First {{}}\n{damage}\n8 {STATUS_NOW_NS} Second {{}}\n9 3 Unfin"
-    for name in ("stages.log", "endings.log", "warnings.log"):
-        (tmp_path / name).write_text(lines)
-    assert [(note.pid, note.text) for note in parse_notes(lines.encode())] == [(7, "First {}"), (8, "Second {}")]
-    assert [(one.pid, one.kind) for one in read_uncaught_exceptions(tmp_path)] == [(7, "First"), (8, "Second")]
-    assert {pid: text for pid, (text, _) in read_startup_stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
-    assert [note.text for note in NoteReader(tmp_path / "warnings.log").read_new()] == ["First {}", "Second {}"]
-    reader = fake_status_reader(tmp_path)
-    reader.startup_stage = lambda: current_startup_stage(read_startup_stages(tmp_path))
-    assert ProgressReporter(reader).line() == "starting: Second {}"
 
 
 def test_a_note_is_of_three_parts() -> None:

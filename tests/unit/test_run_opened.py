@@ -20,13 +20,12 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.run import proc
 from dpmon.run.lifecycle import build_exit_info, take_lock
-from dpmon.run.run_directory import RunError, load_exit, load_info, write_info
+from dpmon.run.run_directory import RunError, load_info, write_info
 from dpmon.store import store_opening as opened_module
 from dpmon.store.database import HISTORY_FILE
 from dpmon.store.records import read_records
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.supervisor import Supervisor
 from support.history_builders import assert_same_contents, read_all_of_store, write_run_directory
 from support.record_builders import Training, host_event
 from support.ring_writers import RowRing, make_row_ring, use_row_rings
@@ -176,16 +175,6 @@ def test_a_damaged_history_is_refused(state: Path, damage: str) -> None:
         read(directory)
 
 
-@pytest.mark.parametrize("column", ["spans = 'x'", "device = 'x'"])
-def test_damage_of_a_row_ends_in_one_sentence(state: Path, column: str) -> None:
-    directory = recorded()
-    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
-        db.execute(f"UPDATE steps SET {column}")
-        db.commit()
-    with pytest.raises(HistoryError, match=r"^the history is damaged: "):
-        read(directory)
-
-
 def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.store.records._RECORDS_PER_TRANSACTION", 7)
     directory = write_run_directory(rows())
@@ -198,28 +187,3 @@ def test_records_are_read_in_parts_between_which_others_write(state: Path, monke
                 writer.execute("INSERT OR REPLACE INTO meta VALUES ('written', ?)", (len(found),))
     assert found == whole
     assert len(found) > 100
-
-
-def test_a_supervisor_that_takes_over_waits_for_a_reader_that_completes_the_history(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = write_run_directory({0: Training().run(3)}, status=None, command_pid=4_000_000)
-    lock = take_lock(directory)
-    assert lock is not None
-    locks = [lock]
-    for name in ("_handle_signals", "_detach"):  # they would change this process
-        monkeypatch.setattr(Supervisor, name, lambda *_: None)
-
-    sleep = time.sleep
-
-    def release(seconds: float) -> None:
-        while locks:
-            os.close(locks.pop())
-        sleep(seconds)
-
-    monkeypatch.setattr(time, "sleep", release)
-    Supervisor(directory).take_over()
-    assert not locks, "it has waited"
-    exit_info = load_exit(directory)
-    assert exit_info is not None
-    assert exit_info.drained

@@ -194,22 +194,6 @@ def test_run_json_is_read_again_when_it_was_replaced(run: tuple[Path, RunInfo], 
     assert reader.refresh().command_pid == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"DPMONRNG", b"DPMSPANS", b"DPMSPANS" * 999, bytes(8192), b"x" * 300_000])
-def test_files_that_are_not_rings_are_skipped(run: tuple[Path, RunInfo], reader: RunReader, content: bytes) -> None:
-    (run[0] / "process-3.ring").write_bytes(content)
-    (run[0] / "process-x.ring").write_bytes(content)
-    for number in range(2):
-        Process(run[0], number)
-    assert set(reader.activities()) == {0, 1}
-
-
-def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    Process(run[0], 0)
-    assert set(reader.activities()) == {0}
-    os.truncate(run[0] / "process-0.ring", 100)
-    assert reader.activities() == {0: ("ended", 0)}
-
-
 def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
     for number in range(2):
         Process(run[0], number)

@@ -164,32 +164,6 @@ def test_a_run_that_another_machine_left_days_ago_is_deleted() -> None:
     assert prune_runs(Limits(0, 0), current) == [other]
 
 
-@pytest.mark.usefixtures("state")
-def test_two_concurrent_prunes_delete_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [a_run(number) for number in range(6)]
-    listed = list_runs()
-    prune_runs(Limits(4, 1 << 40), runs[-1])
-    monkeypatch.setattr("dpmon.run.retention.list_runs", lambda: listed)  # as the other has seen it before
-    assert prune_runs(Limits(4, 1 << 40), runs[-2]) == []
-    monkeypatch.undo()
-    assert [info.name for _, info in listed[2:]] == ["n2", "n3", "n4", "n5"]
-    assert all(directory.exists() for directory, _ in listed[2:])
-
-
-@pytest.mark.usefixtures("state")
-def test_a_link_in_a_run_leads_nowhere(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "file").write_text("data")
-    old, new = a_run(1), a_run(2)
-    (old / "link").symlink_to(precious)
-    (new.parent / ".gone-link").symlink_to(precious)
-    (new.parent / ".gone-half").mkdir()
-    assert prune_runs(Limits(1, 1 << 40), new) == [old]
-    assert (precious / "file").read_text() == "data"
-    assert not (new.parent / ".gone-half").exists()
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [

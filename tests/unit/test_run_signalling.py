@@ -15,10 +15,8 @@ import pytest
 
 from dpmon.run import proc, run_signals
 from dpmon.run.run_directory import RunError, RunInfo, write_info
-from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.run.run_signals import NOTHING_RUNS, stop_run
-from dpmon.supervise.foreground_guard import SupervisorGuard
 from support.run_harness import wait_for
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
@@ -118,21 +116,6 @@ def test_a_group_is_signalled_only_through_its_leader() -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_a_kernel_or_a_sandbox_without_pidfds(
-    one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, group: bool
-) -> None:
-    def refused(*_: object) -> int:
-        raise OSError(1, "refused")
-
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    found = own(one)
-    assert not run_signals.send_signal(replace(found, start_s=1.0), signal.SIGKILL, group=group)
-    assert one.poll() is None
-    assert run_signals.send_signal(found, signal.SIGTERM, group=group)
-    assert one.wait() == -signal.SIGTERM
-
-
 def test_the_environment_names_the_run(run: tuple[Path, RunInfo], tmp_path: Path) -> None:
     directory, info = run
     link = tmp_path / "link"
@@ -165,23 +148,6 @@ def test_the_supervisor_and_the_caller_are_no_members(
     finally:
         supervisor.kill()
         supervisor.wait()
-
-
-def test_the_foreground_signals_no_stranger_that_run_json_names(
-    run: tuple[Path, RunInfo], one: subprocess.Popen[bytes]
-) -> None:
-    directory, info = run
-    with subprocess.Popen(["true"]) as supervisor:
-        supervisor.wait()
-        for since in (None, own(one).start_s - 1, own(one).start_s + 0.02):
-            write_info(directory, replace(info, command_pid=one.pid, command_started=since))
-            guard = SupervisorGuard(RunReader(directory), supervisor)
-            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
-                assert not guard.send(number)
-        assert one.poll() is None
-        write_info(directory, replace(info, command_pid=one.pid, command_started=own(one).start_s))
-        assert SupervisorGuard(RunReader(directory), supervisor).send(signal.SIGTERM)
-        wait_for(lambda: one.poll() == -signal.SIGTERM)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, who may read the environments of other users' processes")

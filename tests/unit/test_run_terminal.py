@@ -111,14 +111,6 @@ def test_controls_are_shown_and_do_nothing(terminal: InputTerminal, log: Path) -
     assert log.read_bytes() == b"name? a^[[2J\tb\n"
 
 
-@pytest.mark.parametrize("lines", [1, 500])
-def test_a_log_that_cannot_be_written_loses_only_the_echo(terminal: InputTerminal, log: Path, lines: int) -> None:
-    log.unlink()
-    for _ in range(lines):
-        assert given(terminal, b"go\n") == b"go\n"
-    assert not log.exists()
-
-
 def test_without_a_log_nothing_is_logged_and_hidden_input_is_still_detected(tmp_path: Path) -> None:
     """As in a headless run: an attached screen shows the typed text itself."""
     terminal = InputTerminal(tmp_path, 30, 90)

@@ -18,7 +18,6 @@ from support.run_harness import wait_for
 pytestmark = pytest.mark.skipif(
     is_reading_stdin(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
 )
-TWICE = "print(input(), flush=True); input()"
 SCRIPT = "print(input(), flush=True); import time; time.sleep(60)"
 
 
@@ -88,35 +87,6 @@ def test_a_rank_that_waits_is_reported_with_its_id(asking: subprocess.Popen[byte
     wait_for(lambda: is_reading_stdin(asking.pid) is False, what="the end of the wait")
     watch.poll(104.0, [asking.pid])
     assert told == [asking.pid]
-
-
-def test_a_new_wait_is_not_taken_for_the_previous_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TWICE]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as asking:
-        watch = InputWaitWatcher(tmp_path, asking.pid)
-        wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
-        watch.poll(100.0)
-        first = input_wait_start_ns(tmp_path)
-        answer(asking)
-        wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for another")
-        watch.poll(101.0)
-        second = input_wait_start_ns(tmp_path)
-        asking.kill()
-    assert first is not None
-    assert second is not None
-    assert first < second, "it has worked in between"
-
-
-def test_an_old_note_of_a_wait_expires(tmp_path: Path) -> None:
-    now, second = time.monotonic_ns(), 1_000_000_000
-    for since, seen, expected in (
-        (now - 99 * second, now - second, now - 99 * second),
-        (now - 99 * second, now - 11 * second, None),
-        (now, now + 99 * second, None),
-        (now, now - second, None),
-    ):
-        (tmp_path / WAITS_FILE).write_text(f"{since} {seen}")
-        assert input_wait_start_ns(tmp_path) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-3", "1e5 1e5", "since yesterday", "12", "1 2 3"])

@@ -13,8 +13,7 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS, RECORDS
 from dpmon.record.schema import PHASES, STEP_PHASES, phase_by_display_name, phase_by_name
 from dpmon.record.shared_names import CALL_PHASES
-from support.history_builders import read_linear_run
-from support.record_builders import device_event, host_event, records_of_rows
+from support.record_builders import Training, records_of_rows, sample_events
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -31,8 +30,9 @@ def known(record: Mapping[str, Any]) -> set[str]:
 
 
 def test_every_member_of_a_recorded_run_is_in_the_schema() -> None:
-    records = [*read_linear_run(), *records_of_rows([host_event(1.0), device_event(1.0, 0)])]
-    found = [as_json(record) for record in records]
+    training = Training()
+    rows = [*training.begin(), *training.run(3), *sample_events()]
+    found = [as_json(record) for record in records_of_rows(rows)]
     assert {record["kind"] for record in found} >= {"call", "step", "process", "mode", "host", "device", "memory"}
     for record in found:
         assert set(record) <= known(record), record["kind"]

@@ -103,41 +103,6 @@ def test_the_step_that_waits_for_an_evaluation_of_another_rank_counts() -> None:
     assert found[3].wall_ns < SECOND
 
 
-def test_a_rank_that_waited_loses_the_blame_when_the_step_of_the_straggler_arrives() -> None:
-    """Until then its wait is unknown, and nothing shows that it waited."""
-    ranks, run, cache = make_ranks(2), Recording(), SlowStepCache()
-    for rank in ranks:
-        run.add(startup_rows(rank, 2, {}), rank.process, rank.process)
-    for rows in islice(ddp_rank_steps(ranks, slow=1, extra_ms=6), 60):
-        for rank, own_rows in zip(ranks, rows, strict=True):
-            run.add(own_rows, rank.process, rank.process)
-            kept = read(run.store(), [0, 1], 0, 100, cache)
-    assert len(kept.steps) > 50
-    assert kept == read(run.store(), [0, 1], 0, 100)
-    assert {step.rank for step in kept.steps} == {1}
-
-
-def test_what_is_kept_equals_what_is_read_again() -> None:
-    run, reader = Recording(), SlowStepCache()
-    long = {number: {"data": (number * 37 % 900) * MS} for number in range(20, 400, 7)}
-    made = steps(400, {number: {"other": number * 1000, **long.get(number, {})} for number in range(400)})
-    for first in range(0, 400, 10):
-        part = made[first : first + 10]
-        run.add(part)
-        end_ns = part[-1].start_ns + part[-1].wall_ns
-        for begin_ns in (0, max(end_ns - 5 * SECOND, 0)):
-            found = [(one.step, one.wall_ns) for one in read(run.store(), [0], begin_ns, 5, reader).steps]
-            assert found == [(one.step, one.wall_ns) for one in read(run.store(), [0], begin_ns, 5).steps]
-
-
-def test_steps_that_were_left_out_are_said() -> None:
-    made = steps()
-    found = read(open_store_with(made), [0], 0, 2, SlowStepCache(bound=20))
-    assert found.steps[0].step == 90
-    assert found.since_ns is not None
-    assert made[75].start_ns < found.since_ns < made[85].start_ns
-
-
 @pytest.mark.parametrize("width", [40, 60, 96])
 def test_the_rows_fit_and_say_when_how_long_and_what(width: int) -> None:
     rows = step_rows(found_in(steps()), width, STYLE)

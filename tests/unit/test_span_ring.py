@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
-import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +13,6 @@ from typing import Any
 
 import pytest
 
-import dpmon.span_reader
-import dpmon.span_ring
 from dpmon.record.span_format import LAP_AT, Kind, Span
 from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
 from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, HeaderWord, RingError, SpanRing, wants_pause
@@ -109,15 +105,6 @@ def test_a_read_returns_at_most_the_given_number(ring: SpanRing, reader: SpanRea
     assert not reader.at_end
     assert numbers(reader.read(0, 70)) == list(range(70, 100))
     assert reader.at_end
-
-
-def test_a_ring_that_is_lapped_more_often_than_a_span_can_count(path: str) -> None:
-    ring = SpanRing(path, process=0, slots=16)
-    with open_reader(path) as reader:
-        for first in range(0, 16 * 300, 8):
-            write(ring, 8, first)
-            assert numbers(reader.read(0)) == list(range(first, first + 8))
-        assert reader.missed == 0
 
 
 # ------------------------------------------------------------------------------------------------ laps
@@ -214,23 +201,6 @@ def test_a_slot_that_is_written_late_is_seen(ring: SpanRing, reader: SpanReader)
     assert reader.missed == 0
 
 
-def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRing, path: str) -> None:
-    write(ring, 3)
-    ring.next()
-    write(ring, 3, 4)
-    with open_reader(path) as first:
-        first.read(1)
-        first.read(1 + HOLE_NS)
-        assert (first.position, first.missed) == (7, 1)
-    ring.next()
-    write(ring, 1, 8)
-    ring.next()
-    with open_reader(path, position=first.position) as second:
-        assert numbers(second.read(0, process_ended=True)) == [8], "nobody fills them any more"
-        assert second.at_end
-        assert second.missed == 1, "whether the last one would have come to anything is not known"
-
-
 # ------------------------------------------------------------------------------------------------ control block
 
 
@@ -251,61 +221,7 @@ def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader
     assert reader.pause_requests() == (ended, asked)
 
 
-def test_a_request_follows_any_other_and_random_bytes_are_none(ring: SpanRing, reader: SpanReader) -> None:
-    chance = random.Random(4)
-    for word in (0, 1, (1 << 64) - 1, *(chance.getrandbits(64) for _ in range(1000))):
-        assert not wants_pause(word)
-        ring.words[HeaderWord.PAUSE] = word
-        asked = reader.request_pause(True)
-        assert wants_pause(asked)
-        assert not any(wants_pause(asked ^ 1 << bit) for bit in range(64))
-        assert not wants_pause(reader.request_pause(False))
-        assert reader.request_pause(True) != asked
-
-
-def test_the_current_phase_of_each_thread(ring: SpanRing, reader: SpanReader) -> None:
-    assert reader.current_span() == (0, 0)
-    ring.words[HeaderWord.SPAN_START + 5] = 99
-    ring.kinds[5] = Kind.BACKWARD
-    ring.words[HeaderWord.SPAN_START] = 55
-    assert reader.current_span(5) == (Kind.BACKWARD, 99)
-    assert reader.current_span() == (0, 55)
-    ring.words[HeaderWord.TRAINING_THREAD] = 5
-    assert reader.current_span() == (Kind.BACKWARD, 99)
-    ring.words[HeaderWord.TRAINING_THREAD] = (1 << 64) - 1  # damage
-    assert reader.current_span() == (0, 0)
-    assert not reader.is_ended()
-    ring.words[HeaderWord.ENDED] = 1
-    assert reader.is_ended()
-
-
 # ------------------------------------------------------------------------------------------------ foreign files
-
-
-@pytest.mark.parametrize("length", [0, 1, 8, 47, 100, HEADER_BYTES, HEADER_BYTES + FEW * SLOT_BYTES - 1])
-def test_a_file_that_is_too_short(ring: SpanRing, path: str, length: int) -> None:
-    os.truncate(path, length)
-    with pytest.raises(RingError):
-        SpanReader(path)
-
-
-@pytest.mark.parametrize(
-    ("at", "value"),
-    [
-        (0, b"XPMSPANS"),
-        (8, struct.pack("=I", 99)),
-        (12, struct.pack("=I", 8192)),
-        (16, struct.pack("=Q", 0)),
-        (16, struct.pack("=Q", FEW + 1)),
-        (16, struct.pack("=Q", 1 << 60)),
-    ],
-)
-def test_a_header_of_another_kind(ring: SpanRing, path: str, at: int, value: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        file.write(value)
-    with pytest.raises(RingError):
-        SpanReader(path)
 
 
 def test_things_that_are_no_rings(tmp_path: Path, ring: SpanRing, path: str) -> None:
@@ -333,17 +249,6 @@ def test_a_ring_that_is_truncated_under_its_reader(ring: SpanRing, reader: SpanR
         with pytest.raises(RingError, match="truncated"):
             action()
     assert os.stat(path).st_size == 100, "a request does not make the file grow again"
-
-
-@pytest.mark.parametrize("interrupted", ["posix_fallocate", "getpid"])
-def test_a_ring_that_is_not_made_leaves_no_file(path: str, monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, interrupted, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        SpanRing(path, process=0)
-    assert not os.path.exists(path)
 
 
 # ------------------------------------------------------------------------------------------------ real writers
@@ -410,35 +315,6 @@ def test_torn_lines_cost_only_themselves(reader: SpanReader, path: str) -> None:
     assert reader.damaged_lines == len(bad) - 1, "an empty line is none"
 
 
-@pytest.mark.parametrize("length", [10, 63, 64, 65, 127, 1000])
-@pytest.mark.parametrize("ends", [True, False])
-def test_lines_longer_than_any_are_passed_over(
-    reader: SpanReader, path: str, monkeypatch: pytest.MonkeyPatch, length: int, ends: bool
-) -> None:
-    monkeypatch.setattr(dpmon.span_reader, "READ_BYTES", 64)
-    file = Path(lines_path(path))
-    first = b'{"a":1}\n'
-    file.write_bytes(first + b'{"' + b"x" * length + (b'"\n{"a":2}\n' if ends else b""))
-    assert lines_read(reader) == ([{"a": 1}, {"a": 2}] if ends else [{"a": 1}])
-    if not ends:
-        with file.open("ab") as more:
-            more.write(b'"\n{"a":2}\n')
-        assert lines_read(reader) == [{"a": 2}]
-    assert reader.damaged_lines > 0
-    assert reader.lines_position == file.stat().st_size
-
-
-def test_more_lines_than_are_read_at_once(reader: SpanReader, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dpmon.span_reader, "READ_BYTES", 1000)
-    file = Path(lines_path(path))
-    file.write_bytes(b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(5000)))
-    assert lines_read(reader) == [{"n": n} for n in range(5000)]
-    with open_reader(path) as other:
-        parts = list(other.lines())
-        assert len(parts) > 50
-        assert max(map(len, parts)) < 130
-
-
 def test_lines_up_to_where_another_reader_came(reader: SpanReader, path: str) -> None:
     lines = Lines(path)
     lines.define(1, "a")
@@ -449,18 +325,3 @@ def test_lines_up_to_where_another_reader_came(reader: SpanReader, path: str) ->
         assert lines_read(successor) == [{"define": 2, "value": "b"}]
     with open_reader(path, lines_position=reader.lines_position) as successor:
         assert lines_read(successor) == [{"define": 2, "value": "b"}]
-
-
-def test_a_file_of_lines_that_is_not_a_regular_file(path: str, reader: SpanReader) -> None:
-    for make in (os.mkdir, os.mkfifo):
-        make(lines_path(path))
-        assert lines_read(reader) == []
-        (os.rmdir if make is os.mkdir else os.unlink)(lines_path(path))
-    os.symlink("/etc/passwd", lines_path(path))
-    assert lines_read(reader) == []
-
-
-def test_a_sparse_file_of_lines_does_not_hold_a_reader_up(path: str, reader: SpanReader) -> None:
-    Path(lines_path(path)).touch()
-    os.truncate(lines_path(path), 1 << 40)
-    assert lines_read(reader) == []

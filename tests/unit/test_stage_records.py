@@ -15,7 +15,7 @@ from dpmon.store.shapes import CallShape
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, TRAINING_FLAGS, RowReader, Training, call_row, calls_alone
 from support.screen_states import RUN_INFO, STYLE, rows_text, screen_data_of, screen_text, shown_process, with_call
 
@@ -65,7 +65,7 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
 
 
 def staged(*rows: Row) -> ScreenData:
-    return ScreenData(snapshot_of_records([*DEFINITIONS, *rows]), SECOND, RUN_INFO, is_command_alive=True)
+    return ScreenData(snapshot_of_rows([*DEFINITIONS, *rows]), SECOND, RUN_INFO, is_command_alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:

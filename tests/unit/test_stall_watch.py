@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 from dpmon.record.schema import SECOND
-from dpmon.record.typed_json import from_json
 from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo, record_stop_request
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.stalls import rank_inspector, why_reply
+from dpmon.stalls import rank_inspector
 from dpmon.stalls.rank_inspector import Counters, RankInspector, newest_process_per_rank
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
 from dpmon.stalls.stall_detection import RankActivity
 from dpmon.stalls.stall_report import StallReport, build_report
-from dpmon.stalls.why_reply import read_reply, request_reply, write_reply
+from dpmon.stalls.why_reply import read_reply, request_reply
 from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
@@ -134,13 +133,6 @@ def test_a_new_supervisor_goes_on_with_the_stall(
     assert run.texts() == ([(1.0, 45.0, TEXT)] if resumed else [])
 
 
-def test_a_stall_that_had_ended_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Watched(tmp_path, monkeypatch, {"since_s": 1.0, "lasted_s": 5.0, "text": TEXT})
-    run.ranks = [STUCK._replace(since_ns=START + 40 * SECOND)]
-    run.look(41)
-    assert run.told == []
-
-
 def test_what_waited_for_another_rank_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
     waits = STUCK._replace(pid=8, rank=1, world=2, doing="backward", stack=None, job=0)
@@ -202,31 +194,6 @@ def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkey
     ]
 
 
-def test_a_fault_while_stacks_are_taken_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Watched(tmp_path, monkeypatch)
-    monkeypatch.setattr(run.watch._inspector, "take_stacks", lambda **how: 1 // 0)
-    StallWatch._start_taking_stacks(run.watch, None)
-    assert run.watch._thread is not None
-    run.watch._thread.join()
-    for at in range(5):
-        run.look(at)
-    assert [data["text"].partition(":")[0] for _, data in run.told] == ["stalls are no longer detected"]
-
-
-def test_an_answer_names_the_same_processes_after_one_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Watched(tmp_path, monkeypatch)
-    goes_on = STUCK._replace(pid=6, process=1, job=6, since_ns=START + 29 * SECOND, busy=True)
-    run.ranks = [goes_on, STUCK]
-    run.look(30)
-    recorded = run.told[0][1]["ranks"]
-    assert [(rank["pid"], rank["apart"]) for rank in recorded] == [(7, False), (6, True)]
-    assert [text.split()[0] for text, _ in format_report(from_json(StallReport, run.told[0][1]))[3:5]] == [">", "pid"]
-    run.ranks = [STUCK]
-    assert [(rank.pid, rank.apart) for rank in run.answer(30.5).ranks] == [(7, False)]
-    run.ranks = [goes_on]
-    assert [(rank.pid, rank.apart) for rank in run.answer(30.6).ranks] == [(6, True)]
-
-
 @pytest.mark.parametrize(
     ("doing", "raised", "lasted"), [("gone", None, []), ("ended", "KeyboardInterrupt", []), ("ended", None, [49.0])]
 )
@@ -243,17 +210,6 @@ def test_the_death_of_all_processes_is_no_progress(
     run.look(50)
     run.look(51)
     assert [data["lasted_s"] for _, data in run.told if "lasted_s" in data] == lasted
-
-
-def test_an_old_answer_is_none_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_reply(tmp_path, time.time_ns() + 3600 * SECOND, StallReport(1.0, None, "old", ()))
-    monkeypatch.setattr(why_reply, "WAIT_S", 0.0)
-    assert why_reply.request_and_wait(tmp_path) is None
-    assert read_reply(tmp_path, request_reply(tmp_path)) is None
-
-
-def test_two_requests_have_two_numbers(tmp_path: Path) -> None:
-    assert len({request_reply(tmp_path) for _ in range(100)}) == 100
 
 
 def test_a_sign_of_life_is_an_average() -> None:
@@ -322,18 +278,3 @@ def test_a_restarted_job_leaves_no_rank_behind() -> None:
     assert [(rank.pid, rank.namesake) for rank in both] == [(1, True), (3, True), (2, True), (4, True)]
     alone = newest_process_per_rank([RankActivity(9, 0, doing="ended"), *new])
     assert [rank.pid for rank in alone] == [3, 4]
-
-
-def test_an_answer_that_came_while_the_asking_process_was_stopped_is_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, asleep_s = time.monotonic, 0.0
-
-    def stopped(_: float) -> None:
-        nonlocal asleep_s
-        asleep_s = 60.0
-        write_reply(tmp_path, why_reply.last_request_number(tmp_path), StallReport(1.0, None, None, ()))
-
-    monkeypatch.setattr(time, "sleep", stopped)
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)
-    assert why_reply.request_and_wait(tmp_path) is not None

@@ -17,9 +17,7 @@ import pytest
 
 from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND
-from dpmon.record.shared_names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.run import proc
-from dpmon.run.run_directory import RunInfo
 from dpmon.run.stdin_terminal import is_reading_stdin
 from dpmon.stalls import rank_inspector, stacks
 from dpmon.stalls.run_state import (
@@ -36,7 +34,7 @@ from dpmon.stalls.run_state import (
     StateInputs,
     decide_state,
 )
-from dpmon.stalls.stacks import WORK_WAIT, Frame, ProcessStacks, Stack, parse_py_spy_json, parse_threads
+from dpmon.stalls.stacks import WORK_WAIT, Frame, ProcessStacks, Stack, parse_py_spy_json
 from dpmon.stalls.stall_detection import (
     LearnedDurations,
     LoaderWorker,
@@ -46,7 +44,7 @@ from dpmon.stalls.stall_detection import (
     find_stall,
     sentence,
 )
-from dpmon.stalls.stall_report import RankReport, StallReport, build_report
+from dpmon.stalls.stall_report import RankReport, StallReport
 from dpmon.stalls.why_text import format_report
 from support.run_harness import wait_for
 
@@ -213,10 +211,6 @@ def test_of_two_ranks_one_is_blamed(first: dict[str, Any], second: dict[str, Any
     assert found.blockers == (blocker,)
 
 
-def test_of_two_ranks_in_backward_the_busy_one_computes() -> None:
-    assert told(rank(0, BACKWARD, busy=True), rank(1, BACKWARD)) is None
-
-
 def test_a_rank_that_is_behind_in_the_same_place_is_named() -> None:
     assert told(rank(0, BACKWARD, sequence=6), rank(1, BACKWARD)) == (
         "ranks 0, 1 wait in backward (train.py:90): rank 1 has started fewer collectives"
@@ -286,32 +280,10 @@ def test_a_machine_that_does_not_answer_may_hold_up_the_others() -> None:
     assert told(*(each._replace(since_ns=NOW - 60 * SECOND) for each in ranks)) is None
 
 
-def test_a_thousand_ranks_are_judged_in_no_time() -> None:
-    ranks = [rank(i, SCRIPT, 1300, world=1000, sequence=1 if i == 7 else 2) for i in range(1000)]
-    found = find_stall(ranks, LearnedDurations(), NOW)
-    assert found is not None
-    assert found.blockers == (7,)
-    begun = time.process_time()
-    for sequence in (2, 3):
-        assert find_stall(
-            [*ranks[:500], *(each._replace(groups=(ProcessGroupView(1, 2, sequence),)) for each in ranks[500:])],
-            LearnedDurations(),
-            NOW,
-        )
-    assert time.process_time() - begun < 1  # the comparison of each rank with each other takes longer
-
-
 def test_what_another_supervisor_has_learned_holds_here() -> None:
     ranks = [rank(0, BACKWARD), rank(1, SCRIPT)]
     assert told(*ranks) is not None
     assert told(ranks[0], ranks[1]._replace(usual_ns=60 * SECOND)) is None
-
-
-def test_one_of_64_ranks_is_named() -> None:
-    ranks = [rank(i, BACKWARD, sequence=6, world=64) for i in range(64)]
-    ranks[17] = rank(17, SCRIPT, world=64)
-    assert told(*ranks) == ("rank 17 in checkpoint (train.py:12); the other 63 wait for it in backward (train.py:90)")
-    assert told(*(each._replace(since_ns=NOW - SECOND) if i == 17 else each for i, each in enumerate(ranks))) is None
 
 
 def test_ranks_of_two_jobs_do_not_wait_for_each_other() -> None:
@@ -375,10 +347,6 @@ def test_the_first_batch_of_a_loop_is_learned_by_itself() -> None:
     assert told(first._replace(loop_begins=True), usual=usual) is None
     assert told(first._replace(loop_begins=True, since_ns=NOW - 40 * SECOND), usual=usual) is not None
     assert told(first, usual=usual) is not None
-
-
-def test_nothing_is_a_stall_before_the_first_step() -> None:
-    assert told(rank(0, SCRIPT, for_s=300, step=None)) is None
 
 
 DDP_INIT = (Frame("DistributedDataParallel.__init__", f"{TORCH}/nn/parallel/distributed.py", 1), SCRIPT[1])
@@ -571,68 +539,12 @@ def test_a_compiled_model_that_runs_does_not_compile() -> None:
     assert Stack((code, call, *FORWARD, SCRIPT[1])).library_operation == "forward"
 
 
-def test_c_frames_are_only_in_the_whole_stack() -> None:
-    native = {"name": "poll", "filename": "/build/poll.c", "module": "/usr/lib/libc.so.6", "line": 29}
-    found = parse_py_spy_json(dumped([native, {**frame("save", "/job/train.py", 12), "module": None}]), 1).main
-    assert found is not None
-    assert found.frames == (Frame("poll", "/build/poll.c", 0), Frame("save", "/job/train.py", 12))
-    assert told(rank(0, found.frames, world=1)) == "in save (train.py:12)"
-    ranks = [
-        replace(
-            answered_rank(number, "in save (t.py:1)", waits=False),
-            stacks=(Stack((Frame(address, "/lib/libc.so.6", 0), Frame("f", "t.py", 1))),),
-        )
-        for number, address in ((0, "0x7f01"), (1, "0x7f02"))
-    ]
-    lines = [text for text, _ in format_report(StallReport(30.0, None, None, tuple(ranks)))]
-    assert lines[-3:] == ["ranks 0, 1:", "  0x7f01 (/lib/libc.so.6)", "  f (t.py:1)"]
-
-
-def test_the_stack_of_a_worker_is_shown_whole() -> None:
-    worker = LoaderWorker(
-        8, "in Samples.__getitem__ (data.py:3)", Stack((Frame("Samples.__getitem__", "/job/data.py", 3),))
-    )
-    threads = ProcessStacks((Stack(LOADER), Stack((Frame("f", "/job/t.py", 1),), "pin memory", False)))
-    facts = rank(1, LOADER, doing="data", worker=worker)
-    found = build_report(
-        [facts], {facts.pid: threads}, None, NOW, RunInfo("", "n", ("c",), "s", "/job", None, 1e9, 0, "", True)
-    )
-    whole = ["  Samples.__getitem__ (/job/data.py:3)"]
-    text = [line for line, _ in format_report(found)]
-    assert text[-2:] == ["  worker of rank 1 (pid 8):", *whole]
-    assert not any("pin memory" in line for line in text)
-    text = [line for line, _ in format_report(found, all_threads=True)]
-    assert text[-4:] == ["  thread pin memory:", "  f (/job/t.py:1)", "  worker of rank 1 (pid 8):", *whole]
-
-
 def test_frames_of_the_tracer_are_left_out() -> None:
     found = parse_py_spy_json(
         dumped([frame("wrapper", "/x/dpmon/tracer/steps/span_recorder.py", 3), frame("main", "/job/a.py", 4)]), 1
     )
     assert found.main is not None
     assert found.main.frames == (Frame("main", "/job/a.py", 4),)
-
-
-def test_a_deep_stack_keeps_both_ends() -> None:
-    found = parse_py_spy_json(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)]), 1).main
-    assert found is not None
-    assert len(found.frames) == INNER_FRAMES + OUTER_FRAMES
-    assert found.left_out == 10_000 - len(found.frames)
-    assert found.frames[0].line == 0
-    assert found.frames[-1].line == 9_999
-
-
-@pytest.mark.parametrize(
-    "out",
-    [
-        *(b"", b"{}", b"[1]", b"[{}]", b"nonsense", b'[{"frames": 3}]', b"\xff\xfe", b"[" * 100_000),
-        dumped([{"name": "f"}]),
-        dumped([{"name": "f", "filename": "a.py", "line": "x"}]),
-    ],
-)
-def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
-    assert parse_py_spy_json(out, 1).stacks == ()
-    assert "py-spy" in (parse_py_spy_json(out, 1).reason or "")
 
 
 @pytest.mark.parametrize(
@@ -673,18 +585,6 @@ def test_the_training_thread_is_found_by_its_number_or_its_name() -> None:
     for thread in threads:
         thread["os_thread_id"] = None
     assert parse_py_spy_json(json.dumps(threads).encode(), 5).stacks[0].thread == "MainThread"
-
-
-def test_a_noted_stack_is_checked() -> None:
-    thread = {"thread_name": "", "os_thread_id": None, "left_out": 7, "frames": [frame("main", "/job/a.py", 4)]}
-    other, training = parse_threads([thread, {**thread, "thread_name": "MainThread"}])[::-1]
-    assert (training.main, other.main, other.left_out) == (True, False, 7)
-    assert training.frames == (Frame("main", "/job/a.py", 4),)
-    damaged: list[Any] = [{}, None, 3, [3], [{"thread_name": ""}]]
-    damaged += [[{**thread, "frames": [["a"]]}], [{**thread, "left_out": "x"}]]
-    for bad in damaged:
-        with pytest.raises(ValueError, match="not stacks"):
-            parse_threads(bad)
 
 
 def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -768,26 +668,3 @@ def test_hostile_names_in_an_answer_are_cleaned() -> None:
     found = StallReport(30.0, 3.0, "\x1b[31m", (rank,))
     for width in (None, 40, 76):
         assert all(text.isprintable() for text, _ in format_report(found, width=width))
-
-
-def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a system call that cannot be interrupted, a signal has no effect."""
-
-    class Stuck:
-        stdout = stderr = None
-        waits: tuple[float, ...] = ()
-
-        def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-            self.waits += (timeout,)
-            raise subprocess.TimeoutExpired("py-spy", timeout)
-
-        wait = communicate
-
-        def kill(self) -> None:
-            pass
-
-    stuck = Stuck()
-    monkeypatch.setattr(stacks, "find_py_spy", lambda: "/bin/py-spy")
-    monkeypatch.setattr(subprocess, "Popen", lambda *words, **how: stuck)
-    assert stacks.dump_stacks({1: 1})[1].reason == "py-spy gave no answer within 5 s"
-    assert len(stuck.waits) == 2

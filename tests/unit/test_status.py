@@ -134,13 +134,6 @@ def test_ranks_are_counted(state: Path) -> None:
     assert status._status_lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42% used"
 
 
-def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:
-    now, members = status.read_run_status(a_run(device_event(1.0, 0)))
-    assert status._status_lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
-    many = [{"index": index, "util_pct": use} for index, use in enumerate((40, None, 98))]
-    assert status._status_lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98% used"
-
-
 def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = live(STALL, device_event(59.0, 0))
     name = f"linear-{directory.name[-4:]}"
@@ -193,15 +186,6 @@ def test_why_looks_at_no_process_of_this_machine_for_a_mirror(
     monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **__: None)
     assert main(["why", directory.name]) == 0
     assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not reply\n")
-
-
-@pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])
-def test_the_summary_says_where_a_run_stalled(state: Path, own: tuple[Event, ...], lasted: str) -> None:
-    directory = a_run(*own)
-    lines = summary_lines(directory, load_exit(directory))
-    assert f"stalled at 00:00:40 for {lasted}: rank 1 in save (t.py:3)" in [
-        line.replace(", until its end", "") for line in lines
-    ]
 
 
 def test_a_run_that_goes_on_after_a_stall_is_no_longer_stalled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,14 +263,6 @@ def test_a_wrong_word_gets_one_sentence(
     assert all(text in line for text in says)
 
 
-def test_the_history_of_a_run_that_is_over_is_not_read_for_its_health(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = a_run()
-    monkeypatch.delattr(health, "open_store")
-    assert health.read_health(directory).end == "finished"
-
-
 def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = a_run(status=None)
     write_info(
@@ -335,31 +311,6 @@ def test_why_speaks_of_no_stalls_below_the_cause_of_a_failure(
     said = capsys.readouterr().out
     assert said.startswith(f"{directory.name} has ended: {'failed' if exit_status else 'finished'}")
     assert ("no stall was recorded" in said) == speaks_of_stalls
-
-
-def test_the_help_says_which_exit_status_a_finished_run_has(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = a_run(status=0)
-    assert main(["status", directory.name]) == 3
-    with pytest.raises(SystemExit):
-        main(["status", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "3 not training (also after a run that ended well)" in said
-
-
-def test_why_asks_no_supervisor_of_a_run_that_is_ending(
-    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also if the command ends while `why` waits for the reply."""
-    directory = a_run(status=None)
-    monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda *_: None)
-    monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **how: None)
-    monkeypatch.setattr("dpmon.cli.why.is_command_alive", lambda *_: False)
-    for words in (["ending", "ending"], ["running", "ending"]):
-        monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_, words=words: (words.pop(0), None))
-        assert main(["why", directory.name]) == 0
-        said = capsys.readouterr()
-        assert said.out.startswith(f"{directory.name} has ended; its record is being completed\n")
-        assert "supervisor" not in said.out + said.err
 
 
 @pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.store import time_accounting
@@ -172,15 +171,6 @@ def test_whatever_is_reported_the_time_adds_up(seed: int) -> None:
     assert min(total.values()) >= 0
 
 
-def three_steps(account: TimeAccount, step_ns: int = 100 * MS, gap_ns: int = 50 * MS) -> list[ActivityInterval]:
-    """Return three training steps from 1 s on."""
-    spent = []
-    for number in range(1, 4):
-        start = SECOND + (number - 1) * (step_ns + gap_ns)
-        spent += account.add_step(*account_step(number, "dp", start, step_ns, False))[0]
-    return spent
-
-
 @pytest.mark.parametrize("told", range(4))
 def test_a_wait_across_several_steps(told: int) -> None:
     """It begins in the first step and ends in the third; it is reported before, between or after them."""
@@ -194,56 +184,10 @@ def test_a_wait_across_several_steps(told: int) -> None:
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 90 * MS, ("input", "dp"): 310 * MS}
 
 
-def test_a_wait_that_is_reported_twice_counts_once() -> None:
-    account = TimeAccount()
-    spent = three_steps(account)
-    for wait in ((SECOND + 20 * MS, SECOND + 80 * MS), (SECOND + 60 * MS, SECOND + 120 * MS)):
-        for _ in range(2):
-            spent += account.add_input_wait(*wait)
-    assert sums(spent)["input", "dp"] == 100 * MS
-    assert sums(spent)["training", "dp"] == 220 * MS
-
-
-def test_a_wait_is_found_after_many_short_steps() -> None:
-    account = TimeAccount()
-    spent = three_steps(account, gap_ns=500 * MS)
-    at = SECOND + 1300 * MS
-    for number in range(4, 20_000):
-        spent += account.add_step(*account_step(number, "dp", at + 100_000, 400_000, False))[0]
-        at += 500_000
-    spent += account.add_input_wait(SECOND + 150 * MS, SECOND + 450 * MS)
-    assert sums(spent)["input", "dp"] == 300 * MS
-    assert sum(sums(spent).values()) == at
-
-
 def test_after_the_last_step_only_pauses_count() -> None:
     account = TimeAccount(SECOND)
     account.note_pause(True, 2 * SECOND, None)
     assert sums(account.finish(3 * SECOND)) == {("paused", ""): SECOND}
-
-
-def test_a_process_that_began_to_record_within_its_first_step() -> None:
-    account = TimeAccount(SECOND + 30 * MS)
-    spent = account.add_step(*account_step(1, "dp", SECOND, 100 * MS, False))[0] + account.finish(2 * SECOND)
-    assert sums(spent) == {("training", "dp"): 100 * MS}
-
-
-def test_processes_that_train_one_after_another_have_ended_when_the_next_one_trains(state: Path) -> None:
-    records: dict[int, list[Row]] = {}
-    now = SECOND
-    for process in range(10):
-        training = Training(process=process, step_ns=100 * MS)
-        training.now = now
-        records[process] = [*training.begin(), *training.run(50)]
-        now = training.now
-    exit_event = Event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
-    with open_store(write_run_directory({**records, -1: [exit_event]})) as store:
-        found = account_for_elapsed(
-            StatsWindow(store).time_by_activity, now + SECOND, StatsWindow(store).alive_intervals
-        )
-    assert found["training"] + found["between"] == pytest.approx(now - SECOND, rel=0.01)
-    assert found["ending"] == pytest.approx(SECOND, rel=0.05)
-    assert sum(found.values()) == pytest.approx(now + SECOND, rel=0.001)
 
 
 def stalled_steps(account: TimeAccount, *steps: tuple[int, int]) -> list[ActivityInterval]:
@@ -269,12 +213,6 @@ def test_a_stall_takes_the_whole_step_or_gap_in_which_it_was_noticed(noticed: in
     account = TimeAccount(0, 0, [(since * SECOND, noticed * SECOND)])
     found = stalled_steps(account, (1, 20), (25, 20))
     assert sums(found) == {(name, "dp"): seconds * SECOND for name, seconds in spent.items()}
-
-
-def test_a_short_step_during_the_stall_of_another_process_is_not_stalled() -> None:
-    account = TimeAccount(0, 0, [(SECOND, 12 * SECOND)])
-    spent = stalled_steps(account, (11, 2))
-    assert sums(spent) == {("startup", "dp"): 11 * SECOND, ("training", "dp"): 2 * SECOND}
 
 
 def test_no_figure_has_the_step_in_which_the_run_stalled(state: Path) -> None:
@@ -356,16 +294,6 @@ def test_steps_that_vary_or_wait_for_their_first_batch_are_no_start_up() -> None
     assert spent_on(account, True, 900, 30, 30, begin=170, data_ns=870 * MS) == {"evaluation": 960}
 
 
-def test_input_in_a_slow_first_step_is_no_start_up() -> None:
-    account = TimeAccount()
-    spent = (
-        account.add_step(*account_step(1, "dp", 0, SECOND, True))[0]
-        + account.add_step(*account_step(2, "dp", SECOND, 100 * MS, True))[0]
-    )
-    spent += account.add_input_wait(200 * MS, 800 * MS)
-    assert sums(spent) == {("startup", "dp"): 300 * MS, ("input", "dp"): 600 * MS, ("evaluation", "dp"): 200 * MS}
-
-
 def test_the_time_before_a_step_belongs_to_its_kind() -> None:
     """900 ms before an evaluation, and 990 ms before the next training step."""
     account = TimeAccount()
@@ -375,23 +303,6 @@ def test_the_time_before_a_step_belongs_to_its_kind() -> None:
     spent, gap = account.add_step(*account_step(2, "dp", 2 * SECOND, 100 * MS, False))
     assert sums(spent) == {("between", "dp"): 990 * MS, ("training", "dp"): 100 * MS}
     assert gap == (0, 1, "dp", SECOND + 10 * MS, 2 * SECOND, 990 * MS)
-
-
-def test_a_slow_first_evaluation_leaves_the_time_before_the_process_to_start_up(state: Path) -> None:
-    """It begins to record at 5 s, evaluates from 7 s on, for 3 s at first, and trains until 11 s."""
-    walls = [3000, 20, 20, *[24] * 40]
-    starts = [7000 + sum(walls[:number]) for number in range(len(walls))]
-    rows: list[Row] = [Event("process", {"pid": 4, "t_s": 5.0})]
-    for number, (start, wall) in enumerate(zip(starts, walls, strict=True), 1):
-        phases = (-1, wall * MS, *((-1, -1) if number < 4 else (MS, MS)))
-        rows.append(step_row("dp", number, start * MS, wall * MS, 8, phases))
-    with open_store(write_run_directory({0: rows})) as store:
-        window = StatsWindow(store)
-        spent = account_for_elapsed(window.time_by_activity, 12 * SECOND, window.alive_intervals)
-    assert spent["evaluation"] == 60 * MS
-    assert spent["training"] == 960 * MS
-    assert spent["startup"] == pytest.approx((7 + 2.98) * SECOND, abs=MS)
-    assert spent["ending"] == pytest.approx(SECOND, abs=MS)
 
 
 @pytest.mark.parametrize("has_ranks", [True, False])

@@ -5,13 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
-from dpmon.export import iter_records
 from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
 from dpmon.record.jsonl import as_json
@@ -19,16 +15,12 @@ from dpmon.record.record_specs import COLUMNS, RECORDS
 from dpmon.record.record_types import Collective, Operation, Record, Sampled
 from dpmon.record.span_format import Kind
 from dpmon.run.run_directory import load_info
-from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.store.collectives import CollectiveSums, read_collective_sums, read_last_sample
+from dpmon.store.collectives import read_collective_sums, read_last_sample
 from dpmon.store.records import read_records
-from dpmon.store.ring_drain import RingDrain
 from dpmon.store.steps import read_steps
-from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from support.format_readers import read_trace
 from support.history_builders import Recording, open_store_with, write_run_directory
-from support.ring_writers import Lines
 from support.script_simulator import MS, Script, assemble_in_portions
 
 SECOND = 10**9
@@ -180,59 +172,3 @@ def test_tracks_of_communication_in_a_trace(state: Path) -> None:
     found = [one for track in tracks[1:] for one in trace.slices[process, track]]
     assert sorted(one["name"] for one in found) == ["all_gather"] * 4 + ["all_reduce"] * 4
     assert all(one["args"]["bytes"] in (500, 1000) for one in found)
-
-
-def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
-    found = script(4000)
-    directory = write_run_directory(
-        {0: assemble_in_portions(found, range(50, len(found.spans), 50))}, limit_bytes=1 << 19
-    )
-    with open_store(directory) as store:
-        assert store.pruned > 0
-        left = both(read_records(store))
-        oldest = min(step.start_ns for step in read_steps(store, 1 << 20))
-    assert 100 < len(left) < 6000
-    assert min(one.start_ns for one in left) > oldest - 50 * MS
-
-
-# ------------------------------------------------------------------------------------------ takeover
-
-
-def summed(records: Iterable[Collective | Sampled]) -> CollectiveSums:
-    """Return the sums that a store should give for these records."""
-    sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
-    samples = []
-    for one in records:
-        if isinstance(one, Sampled):
-            samples.append(one.collectives or 0)
-            continue
-        whole = sums[one.operation, one.group_size]
-        whole[:] = [whole[0] + 1, whole[1] + one.bytes]
-    operations = sorted((Operation(*key, *whole) for key, whole in sums.items()), key=lambda one: -one.bytes)
-    return CollectiveSums(tuple(operations), len(samples))
-
-
-@pytest.mark.parametrize("cut", range(3, 40, 4))
-def test_a_successor_doubles_no_collective(state: Path, cut: int) -> None:
-    found = script()
-    directory = write_run_directory({}, status=None)
-    ring = SpanRing(str(directory / "process-0.ring"), process=0)
-    lines = Lines(directory / "process-0.ring")
-    first = RingDrain(directory, load_info(directory))
-    found.write_to(ring, lines, 0, cut)
-    first.flush()  # and then it is killed
-    found.write_to(ring, lines, cut, len(found.spans))
-    lines.close()
-    second = RingDrain(directory, load_info(directory))
-    ring.words[HeaderWord.ENDED] = 1
-    second.flush(command_ended=True)
-    second.close()
-    expected = [(type(one), one.start_ns) for one in both(read_records(recorded(found)))]
-    left = [(type(one), one.start_ns) for one in both(iter_records(directory))]
-    with open_store(directory) as store:
-        known = read_collective_sums(store)._replace(own=())
-        operations = sorted(known.operations), sorted(summed(both(read_records(store))).operations)
-        assert operations[0] == operations[1]
-        assert known._replace(operations=()) == summed(both(read_records(store)))._replace(operations=())
-    assert len(set(left)) == len(left)
-    assert set(left) <= set(expected)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +11,7 @@ import pytest
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import CallRow, Event, Step
 from dpmon.record.schema import EVALUATION, EXCLUDED, MIXED_MODES, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
-from dpmon.store.database import HISTORY_FILE
-from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.gaps import GAPS
-from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, SHAPES, RingIntake
 from dpmon.store.rings import RingRow
@@ -31,7 +25,6 @@ SECOND = 1000 * MS
 DP, SINGLE = "dp", "single"
 PHASES_AT = (0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 5 * MS, 8 * MS, 1 * MS)
 """Offset and duration of each phase of a call: 1, 2, 5 and 1 ms."""
-TOOK = (1 * MS, 2 * MS, 5 * MS, 1 * MS)
 TRAIN, EVALUATE = (1 * MS, 20 * MS, 10 * MS, 2 * MS), (1 * MS, 20 * MS, -1, -1)
 
 
@@ -268,24 +261,6 @@ def test_pauses_and_refused_ones(ring: Ring) -> None:
     assert [gap[-1] for gap in ring.batch.rows[GAPS]] == [200 * MS]
 
 
-def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring: Ring) -> None:
-    supervisor = Ring(-1, ring.accounts)
-    supervisor.ids = 100
-    ring.add(event("process", process=0, pid=77, t_s=1.0))
-    ring.step()
-    ring.now += SECOND
-    ring.step()
-    history = HistoryWriter.open(tmp_path, {})
-    history.write(ring.batch)
-    supervisor.add(event("input", pid=77, t_s=1.1, waited_s=0.7))
-    history.write(supervisor.batch)
-    history.close()
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        assert db.execute("SELECT after_step, ns FROM gaps").fetchall() == [(1, 300 * MS)]
-        times = dict(db.execute("SELECT activity, sum(ns) FROM times GROUP BY activity"))
-        assert (times["input"], times["between"]) == (700 * MS, 300 * MS)
-
-
 # ---------------------------------------------------------------------------------------- limits
 
 
@@ -299,15 +274,3 @@ def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:
     assert len(sizes) <= SHAPES + 2
     assert sizes["[0,0,[0,0],[0,0]]"] == 50
     assert sizes.total() == SHAPES + 50
-
-
-def test_the_batch_counts_the_text_of_large_rows() -> None:
-    """While the history cannot be written, the batch is held up to a size in memory."""
-    ring = Ring()
-    ring.add(Definition(1, [[f"0.key{number}", [64, 128, number], "float32", 32768] for number in range(2000)]))
-    (definition,) = ring.batch.rows[DEFINITIONS]
-    assert ring.batch.characters == len(definition.value) > 50_000
-    before = ring.batch.characters
-    spans = [(0, number * 60_000, 50_000) for number in range(256)]
-    ring.add(Step(0, None, 1, DP, SECOND, 20 * MS, 8, {"forward": 5 * MS, "other": 15 * MS}, runs=spans))
-    assert ring.batch.characters - before > 2_000

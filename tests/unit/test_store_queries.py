@@ -26,7 +26,6 @@ from support.history_builders import StoredStep, open_history, open_unlimited_st
 from support.record_builders import SECOND
 
 ERROR = 0.004
-DAY = 86_400
 
 
 def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
@@ -36,41 +35,6 @@ def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pr
     db.executemany("INSERT INTO widths VALUES (?, ?, ?)", widths)
     db.execute("INSERT INTO times VALUES (1, ?, 0, '', 'training', 1, 0)", (newest,))
     return open_unlimited_store(db)
-
-
-def fewest(begin: int, end: int, whole: dict[int, int], widths: Sequence[int] = WIDTHS) -> int:
-    """Return the fewest tallies that cover a time: the widest possible, then narrower ones for the rest."""
-    if begin >= end:
-        return 0
-    *finer, width = widths
-    if not finer:
-        return end - begin
-    first, last = -(-begin // width) * width, min(end, whole[width]) // width * width
-    if last <= first:
-        return fewest(begin, end, whole, finer)
-    return fewest(begin, first, whole, finer) + (last - first) // width + fewest(last, end, whole, finer)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    newest = chance.choice((0, 9, 75, 5000, 200_000))
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)) as db:
-        store = a_store(db, tmp_path, newest, chance.choice((0, 2, 40)), {})
-        for _ in range(300):
-            begin = chance.randrange(newest + 1)
-            end = min(begin + int(chance.lognormvariate(6, 3)), 1 << 40)
-            found = store.buckets.cover(begin, end)
-            at = begin
-            for width, first, last in found:
-                assert first == at < last
-                assert first % width == last % width == 0
-                assert width == 1 or last <= store.buckets.made_until[width]
-                at = last
-            assert at == max(min(end, newest + 1), begin)
-            assert sum((last - first) // width for width, first, last in found) == fewest(
-                begin, at, store.buckets.made_until
-            )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -238,23 +202,3 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     with open_history(tmp_path) as store:
         spent = StatsWindow(store).time_by_activity
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
-
-
-def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
-    HistoryWriter.open(tmp_path, {}).close()
-    with open_history(tmp_path) as store:
-        window = StatsWindow(store)
-        assert (window.modes, store.processes, store.mode_kinds) == ([], [], set())
-        assert set(window.time_by_activity.values()) == {0}
-        assert window.rate("dp") is None
-
-
-def test_the_samples_of_ranks_add_up_although_one_begins_later() -> None:
-    tallies, times = {}, {0: (10 * SECOND, 9 * SECOND), 1: (8 * SECOND, 8 * SECOND)}
-    for process, first_ns in ((0, 0), (1, SECOND)):
-        tally = tallies[process] = Tally(10)
-        tally.first_ns, tally.last_ns = first_ns, 10 * SECOND
-        tally.stats["samples"] = SeriesStats(10, 300)
-    rate = compute_rate(tallies, times, {0: 0, 1: 1})
-    assert rate is not None
-    assert (rate.steps_per_s, rate.samples_per_s) == (1.0, 60.0)

@@ -146,29 +146,9 @@ def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes()
     assert ranks.add((0, 2, 10)) == []
 
 
-def test_a_child_that_only_has_the_rank_of_its_parent_changes_nothing() -> None:
-    ranks = Ranks(2, [0, 1])
-    ranks.add((0, 1, 10))
-    ranks.groups.handle_event(2, "process", {"rank": 0, "world": 2})
-    assert len(ranks.add((1, 1, 15))) == 2
-    ranks.add((0, 2, 10))
-    assert len(ranks.add((1, 2, 15))) == 2
-
-
 def test_wrappers_of_different_groups_are_not_joined() -> None:
     ranks = Ranks(4, [0, 1, 2, 3], [0, 1], [2, 3])
     assert ranks.add(*((rank, 1, 10) for rank in range(4))) == []
-
-
-def test_processes_without_ranks_are_left_alone() -> None:
-    ranks = Ranks(0)
-    assert ranks.add((0, 1, 10)) == []
-    ranks.groups.handle_event(1, "process", {"rank": 0, "world": 1})
-    assert ranks.add((1, 1, 10)) == []
-    for damaged in ({"rank": "0"}, {"rank": 0, "world": -2}, {"rank": 0, "group": ["x"]}, {"rank": 5, "group": [0]}):
-        ranks.groups.handle_event(2, "process" if "world" in damaged else "ddp", damaged)
-    assert ranks.add((2, 1, 10)) == []
-    assert ranks.pending() == 0
 
 
 def test_the_time_of_a_step_does_not_grow_with_the_steps_that_wait() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 import sqlite3
 import time
@@ -16,17 +14,16 @@ from typing import Any
 import pytest
 
 from dpmon.assemble.assembler import Assembler
-from dpmon.export import iter_records
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.safe_json import load_event
 from dpmon.record.span_format import Kind
-from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
+from dpmon.span_reader import HOLE_NS, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import ring_drain as drain_module
 from dpmon.store.events import read_events
 from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S
+from dpmon.store.ring_drain import COMMIT_S, GONE_S
 from dpmon.store.steps import decode_calls
 from dpmon.store.store_opening import open_store
 from support.history_builders import SupervisedRun
@@ -121,48 +118,6 @@ def test_the_end_of_the_newest_record_is_known(run: SupervisedRun) -> None:
     run.drain.emit("host", {"t_s": end / 1e9 + 1})
     run.look()
     assert run.drain.newest_ns() == pytest.approx(end + 1e9)
-
-
-def test_a_ring_is_read_although_its_header_was_completed_late(run: SupervisedRun) -> None:
-    training = SpanTraining(run.ring())
-    training.run(20)
-    magic, training.ring.map[:8] = training.ring.map[:8], bytes(8)
-    os.utime(run.ring(), (0, 0))
-    for _ in range(20):
-        run.look()
-    assert run.warnings == [f"process-0.ring cannot be read: {run.ring()}: not a ring"]
-    assert run.warned_of == [0]
-    training.ring.map[:8] = magic
-    training.end()
-    run.look(RETRY_S)
-    run.end()
-    assert check(run) == 20
-
-
-def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
-    run: SupervisedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = SpanTraining(run.ring())
-    training.run(20)
-    run.look()
-    run.kill()
-    os.utime(run.ring(), (0, 0))
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "it cannot be read now")
-
-    monkeypatch.setattr(SpanReader, "_parse_lines", fail)
-    run.look(RETRY_S)
-    opened = os.listdir("/proc/self/fd")
-    for _ in range(5):
-        run.look(RETRY_S)
-    assert len(os.listdir("/proc/self/fd")) == len(opened)
-    assert len(run.warnings) == 1
-    monkeypatch.undo()
-    training.end()
-    run.look(RETRY_S)
-    run.end()
-    assert check_after_kills(run, 1) == 19
 
 
 # ------------------------------------------------------------------------------------------------ killed at any instant
@@ -293,18 +248,6 @@ def test_overwritten_spans_are_counted(run: SupervisedRun) -> None:
     assert 4000 - 64 <= missed <= 4000 - 40
 
 
-def test_damaged_lines_are_counted(run: SupervisedRun) -> None:
-    training = SpanTraining(run.ring())
-    os.write(training.lines._fd, b"nonsense\n")
-    training.step()
-    training.end()
-    run.look()
-    run.kill()
-    run.look()
-    assert run.steps() == [1]
-    assert run.rows("SELECT missed FROM rings") == [(1,)]
-
-
 def test_a_damaged_history_is_warned_of_once(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
     training.run(10)
@@ -321,34 +264,6 @@ def test_a_damaged_history_is_warned_of_once(run: SupervisedRun) -> None:
         run.look()
     training.end()
     assert ["the history cannot be written" in text for text in run.warnings] == [True]
-
-
-def test_a_ring_that_is_truncated_gives_what_was_read(run: SupervisedRun, children: Children) -> None:
-    writer = children.start(*WRITE_SPANS, run.ring())
-    time.sleep(0.1)
-    run.look()
-    children.kill(writer)
-    before = run.steps()
-    os.truncate(run.ring(), 5000)
-    run.end()
-    assert run.steps()[: len(before)] == before
-    assert 0 <= len(run.steps()) - len(before) <= 1
-    assert run.rows("SELECT ended FROM rings") == [(1,)]
-
-
-def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: SupervisedRun) -> None:
-    """Numbers continue, and no event occurs twice."""
-    training = SpanTraining(run.ring(), slots=256)
-    training.warn()
-    for _ in range(300):
-        training.run(10)
-        run.look()
-    run.kill()
-    training.run(10)
-    training.end()
-    run.end()
-    assert run.steps() == list(range(1, 3010)), "one was open"
-    assert run.rows("SELECT count(*) FROM events WHERE kind = 'warning'") == [(1,)]
 
 
 def fill_disk(run: SupervisedRun) -> sqlite3.Connection:
@@ -425,27 +340,6 @@ def test_records_are_committed_once_a_moment_and_answers_at_once(run: Supervised
     assert run.rows("SELECT kind FROM events") == [("process",), (kind,)]
 
 
-def test_many_rings_are_committed_when_a_second_is_over(run: SupervisedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain_module, "MANY_RINGS", 0)
-    second = int(run.now) + 1000
-    training = SpanTraining(run.ring())
-    run.look(second + 0.2 - run.now)
-    training.run(2)
-    for at, committed in ((0.3, []), (1.0, []), (1.09, []), (1.11, [1])):
-        run.look(second + at - run.now)
-        assert run.steps() == committed, at
-
-
-def test_a_file_that_is_no_ring_is_one_warning(run: SupervisedRun) -> None:
-    path = Path(run.ring(5))
-    path.write_bytes(b"nonsense" * 10_000)
-    os.utime(path, (1, 1))
-    for _ in range(5):
-        run.look()
-    assert len(run.warnings) == 1
-    assert "process-5.ring" in run.warnings[0]
-
-
 # ------------------------------------------------------------------------------------------------ own records
 
 
@@ -483,31 +377,3 @@ def test_own_records_wait_for_the_history(run: SupervisedRun, monkeypatch: pytes
         assert all(event.data["t_s"] > 0 for event in events)
         assert (events[0].data["cpu_pct"], events[0].data["load_1m"]) == (None, None)
         assert store.dropped == 5
-
-
-# ------------------------------------------------------------------------------------------------ other readers
-
-
-def test_export_before_any_supervisor_is_the_same_as_after(run: SupervisedRun) -> None:
-    training = SpanTraining(run.ring())
-    for _ in range(30):
-        training.step()
-        training.warn()
-    training.end()
-    before = list(iter_records(run.directory))
-    run.end()
-    assert list(iter_records(run.directory)) == before
-    assert sum(isinstance(one, Event) for one in before) >= 31
-
-
-def test_a_supervisor_waits_while_the_history_is_locked(run: SupervisedRun) -> None:
-    training = SpanTraining(run.ring())
-    run.look()
-    with closing(sqlite3.connect(run.directory / "history.sqlite", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        training.run(6)
-        run.look()
-        assert len(run.warnings) == 1
-        other.execute("ROLLBACK")
-    run.look(drain_module.RETRY_S + 1)
-    assert run.steps() == [1, 2, 3, 4, 5]

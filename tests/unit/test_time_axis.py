@@ -14,7 +14,7 @@ from dpmon.ui.screen_data import LookBack, ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import ChartColumns, TimeAxis, axis_row, choose_marks, make_time_axis, shift_by_parts
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training, pause_event
 from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, screen_data_of, shown_process, with_process
 
@@ -62,14 +62,6 @@ def test_a_pause_is_a_gap_with_its_word_and_no_change_of_mode() -> None:
     assert "─     ▲00:45 ─" in drawn(columns, TimeMark(40 * SECOND, 52 * SECOND, PAUSED, PAUSED), cursor_s=45)
 
 
-def test_a_gap_breaks_the_line_and_no_word_stands_in_it() -> None:
-    columns = [column(second, 0 if 30 <= second < 36 else 5) for second in range(10, 66)]
-    text = drawn(columns)
-    assert text[20:26] == " " * 6
-    assert text[19] == text[26] == "─"
-    assert "----  " in drawn(columns, look=MONO_ASCII)
-
-
 @pytest.mark.parametrize("width", [8, 20, 47, 60, 188])
 def test_the_cursor_points_to_its_column(width: int) -> None:
     columns = [column(second) for second in range(10, 66)]
@@ -81,13 +73,6 @@ def test_the_cursor_points_to_its_column(width: int) -> None:
     assert "▲" not in drawn(columns, width=width)
 
 
-def test_every_change_of_mode_is_marked_even_in_one_column() -> None:
-    modes = ["dp"] * 20 + ["single"] + ["dp"] * 35
-    text = drawn([column(at, mode=mode) for at, mode in enumerate(modes, 10)])
-    assert text.startswith("dp ──")
-    assert text[20:22] == "││"
-
-
 def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
     epochs = (
         Epoch(n, at * SECOND, (at + 1) * SECOND, 1, 1, None, None, SECOND) for n, at in enumerate(seconds, start=1)
@@ -95,28 +80,18 @@ def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
     return with_process(facts, progress=Progress(epochs=tuple(epochs)))
 
 
-def test_of_many_epochs_only_so_many_are_marked_that_each_can_be_read() -> None:
-    facts = with_epochs(screen_data_of(Training(step_ns=SECOND // 5)), list(range(1, 60)))
-    axis = make_time_axis(facts)
-    for width, each in ((420, 1), (108, 5), (30, 20)):
-        words = [mark.word for mark in choose_marks(facts, axis, width)]
-        assert words == [f"e{number}" for number in range(each, 60, each)]
-
-
 def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     training = Training(step_ns=SECOND // 5)
     payloads = [*training.begin(), *training.run(50)]
     begin = training.now
     payloads.append(pause_event(begin / SECOND, 50))
-    paused = ScreenData(snapshot_of_records(payloads), begin + 9 * SECOND, RUN_INFO, is_command_alive=True)
+    paused = ScreenData(snapshot_of_rows(payloads), begin + 9 * SECOND, RUN_INFO, is_command_alive=True)
     assert [(m.word, m.end_ns) for m in choose_marks(paused, make_time_axis(paused), 100)] == [
         ("paused", paused.now_ns)
     ]
     payloads.append(pause_event(begin / SECOND + 3, 50, 3.0))
     training.now += 3 * SECOND
-    later = ScreenData(
-        snapshot_of_records([*payloads, *training.run(5)]), training.now, RUN_INFO, is_command_alive=True
-    )
+    later = ScreenData(snapshot_of_rows([*payloads, *training.run(5)]), training.now, RUN_INFO, is_command_alive=True)
     (mark,) = choose_marks(later, make_time_axis(later), 100)
     assert mark.end_ns is not None
     assert mark.end_ns - mark.begin_ns == pytest.approx(3 * SECOND, abs=1000)
@@ -157,17 +132,3 @@ def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, loo
                     text = text.replace(sign, " ")
                 assert set(text.split()) <= known | {f"{n}" for n in range(2, 9)} | {"s", "per", "column"}, text
                 assert cursor_s is None or pointer in text
-
-
-def test_the_word_of_an_evaluation_leaves_a_cell_before_a_new_epoch() -> None:
-    columns = [column(at, other_kind="evaluation" * (20 <= at < 31)) for at in range(10, 66)]
-    text = drawn(columns, epoch_at(31, 2))
-    assert "e2 single" in text
-    assert "evaluatione2" not in text
-
-
-def test_the_time_gives_way_to_the_cursor() -> None:
-    columns = [column(at) for at in range(10, 66)]
-    text = drawn(columns, cursor_s=58)
-    assert "▲00:58" in text
-    assert "ow 01:05" not in text

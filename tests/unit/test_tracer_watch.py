@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -128,52 +125,6 @@ def test_groups_with_the_same_name_and_other_ranks_are_two(words: memoryview, mo
         numbers(words)
         found.append(words[HeaderWord.GROUPS])
     assert found[0] != found[1]
-
-
-def test_noted_stacks_keep_nothing_alive() -> None:
-    class Thing:
-        pass
-
-    inside, over = threading.Event(), threading.Event()
-    alive: list[Any] = []
-
-    def work() -> None:
-        thing = Thing()
-        alive.append(weakref.ref(thing))
-        inside.set()
-        over.wait()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    inside.wait()
-    gc.disable()
-    try:
-        found = responder_thread.collect_stacks(thread.ident or 0)
-        over.set()
-        thread.join()
-        assert alive[0]() is None
-    finally:
-        gc.enable()
-    (stack,) = (one for one in found if one["thread_name"] == "MainThread")
-    assert "work" in [frame["name"].rpartition(".")[2] for frame in stack["frames"]]
-
-
-def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
-    import signal
-
-    seen: list[Any] = []
-    done = threading.Event()
-
-    def work(*_: object) -> None:
-        seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        done.set()
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    responder_thread.start_thread(work, 1)
-    assert done.wait(30)
-    assert signal.SIGUSR1 in seen[0]
-    assert signal.SIGINT in seen[0]
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_stacks_that_are_requested_before_the_thread_runs_are_written(

@@ -11,7 +11,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.ui.alert import _SEQUENCES, Alert
 from dpmon.ui.screen_data import ScreenData
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training
 from support.screen_states import RUN_INFO, exit_info_of
 
@@ -25,11 +25,11 @@ def scenes() -> dict[str, ScreenData]:
     stall = Event("stall", {"t_s": at_s, "since_s": at_s, "text": f"in {name}", "ranks": []})
     info = replace(RUN_INFO, script=f"{name}.py", options={})
     doing = {0: ("forward", training.now)}
-    goes_on = ScreenData(snapshot_of_records(rows), training.now, info, is_command_alive=True, activities=doing)
+    goes_on = ScreenData(snapshot_of_rows(rows), training.now, info, is_command_alive=True, activities=doing)
     return {
         "training": goes_on,
         "reading": replace(goes_on, is_reading=True),
-        "stalled": replace(goes_on, state=snapshot_of_records({0: rows, -1: list[Row]([stall])})),
+        "stalled": replace(goes_on, state=snapshot_of_rows({0: rows, -1: list[Row]([stall])})),
         "ended": replace(goes_on, exit_info=exit_info_of(0)),
     }
 

@@ -18,14 +18,12 @@ from dpmon.store.tally import Tally
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_stall
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import render_panel, reply_message
-from dpmon.ui.panels.rank_map import rows_by_rank
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity
 from dpmon.ui.step_waterfall import bucket_row, sample_row
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
-from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, paint_screen
+from support.screen_states import RUN_INFO, STYLE, paint_screen
 from support.screen_states import rows_text as texts
 
 
@@ -73,16 +71,6 @@ def test_no_rank_is_named_if_all_are_equal() -> None:
     assert "others wait" not in plain_text(render_panel(facts, 120, 2, STYLE)[1])
 
 
-def test_nothing_is_said_of_slow_ranks_before_enough_waits_are_known() -> None:
-    facts = facts_of(4)
-    communication = facts.state.communication
-    assert communication is not None
-    ranks = tuple(one._replace(joined=5) for one in communication.ranks)
-    facts = replace(facts, state=replace(facts.state, communication=replace(communication, ranks=ranks)))
-    said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
-    assert said[-1] == "a straggler is reported after 20 steps with known waits: 5 so far"
-
-
 STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.py:90)"
 
 
@@ -117,15 +105,6 @@ def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     assert describe_activity(facts) == ("STALLED", "bad", "34 s")
 
 
-def test_a_small_panel_keeps_the_slow_rank_and_the_cause() -> None:
-    facts = facts_of(8, slow=7)
-    for height in (3, 4, 6, 9):
-        text = texts(panel_ranks.render_panel(facts, 76, height, STYLE))
-        shown = text[:height]
-        assert 7 in rank_lines(shown), height
-        assert set(rank_lines(text)) == set(range(8)), "the others are below: they can be scrolled to"
-
-
 def test_several_slow_ranks_are_all_marked_and_stay_in_a_small_panel() -> None:
     facts = facts_of(8, slow=(5, 7), noise=0.0)
     text = texts(panel_ranks.render_panel(facts, 76, 20, STYLE))
@@ -144,16 +123,6 @@ def test_several_slow_ranks_are_all_marked_and_stay_in_a_small_panel() -> None:
     assert list(rank_lines(many))[:2] == [5, 7]
 
 
-def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> None:
-    facts = facts_of(2, slow=1)
-    assert "[30, 5]" not in texts(panel_ranks.render_panel(facts, 56, 12, STYLE))[1]
-    assert texts(panel_ranks.render_panel(facts, 116, 12, STYLE))[1].endswith("[30, 5]  [30, 2]    30")
-    full = texts(panel_ranks.render_full_screen(facts, 76, 30, STYLE))
-    assert sum("[30, 5] float32" in line for line in full) == 2
-    wide = texts(panel_ranks.render_panel(facts, 136, 12, STYLE))
-    assert "delays others" in wide[2]
-
-
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("count", [2, 4, 8, 64])
 def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, int], count: int) -> None:
@@ -168,50 +137,6 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
     text = texts(paint_screen(warned, OutputView(), *size, STYLE))
     told = sum(f"others wait for {name}" in line or f"{name} delays" in line for line in text)
     assert told == (0 if (count, size) == (64, (80, 24)) else 1), "panel 2 says it while the header says something else"
-
-
-@pytest.mark.parametrize("size", [(60, 20), (80, 24), (80, 44), (120, 24), (120, 40), (200, 60)])
-def test_panel_3_and_its_last_step_name_the_rank(size: tuple[int, int]) -> None:
-    facts = facts_of(4, slow=3)
-    text = texts(paint_screen(facts, OutputView(), *size, STYLE))
-    (heading,) = [line for line in text if "3 Batch" in line]
-    assert "3 Batch · rank 0 " in heading, heading
-    assert ("last 2 min" in heading) == (size != (60, 20)), heading
-    assert "median" in heading, heading
-    last = [line for line in text if "last step" in line]
-    assert len(last) == (size != (60, 20)), "there, the history takes the last two rows"
-    named = {
-        number for number in (0, 3) for line in text if f" rank {number} " in line and ("sync" in line or "Y" in line)
-    }
-    assert not last or named == ({0} if size[1] == 24 else {0, 3}), (last, named)
-
-
-def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
-    facts = facts_of(20, slow=5)
-    found = facts.state.communication
-    assert found is not None
-    found = replace(found, ranks=tuple(one for one in found.ranks if one.rank != 7))
-    text = texts(
-        panel_ranks.render_panel(replace(facts, state=replace(facts.state, communication=found)), 56, 40, STYLE)
-    )
-    assert text[0].startswith("   0 ·····▸·  ········")
-
-
-def test_the_map_has_at_most_64_rows() -> None:
-    (one, *_) = facts_of(20, slow=5).state.ranks
-    ranks = [one._replace(rank=32 * number) for number in range(64)]
-    assert len(rows_by_rank(ranks, None, 56, STYLE)) == 64
-    text = texts(rows_by_rank([*ranks, one._replace(rank=10**9)], None, 56, STYLE))
-    assert (len(text), text[-2], text[-1]) == (64, "1984 ·", "and 2 ranks more")
-
-
-def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
-    facts = facts_of(64, slow=1)
-    rows = [
-        *panel_ranks.render_panel(facts, 76, 12, MONO_ASCII),
-        *panel_communication.render_panel(facts, 76, 12, MONO_ASCII),
-    ]
-    assert not set("▇▤░▸↓") & {char for row in rows for char in plain_text(row)}
 
 
 @pytest.mark.parametrize(
@@ -249,24 +174,6 @@ def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     title, corner = panel_communication.panel_title(facts, STYLE, False)
     assert plain_text(title) == "4 Communication"
     assert plain_text(corner).startswith("exposed 2.10 ms")
-
-
-def test_advice_is_below_and_has_room() -> None:
-    facts = facts_of(8, slow=2, phase="data")
-    for height in (5, 9, 11):
-        text = texts(panel_communication.render_panel(facts, 56, height, STYLE))
-        assert len(text) <= height
-        assert any(line.startswith("try: ") for line in text), "what it saves is said of the whole run only"
-        assert "more loader workers" in " ".join(text)
-
-
-def test_a_rank_alone_has_its_buckets() -> None:
-    facts = facts_of(1)
-    assert panel_communication.is_shown(facts)
-    text = " ".join(texts(panel_communication.render_panel(facts, 76, 12, STYLE)))
-    assert "there is only one rank" in text
-    assert "rank" not in plain_text(panel_batch.panel_title(facts, STYLE, 120)[0])
-    assert "6: 1.00 MiB" in text
 
 
 def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> None:
@@ -374,20 +281,6 @@ def test_an_evaluation_of_one_rank_has_its_word_and_the_figures_of_training_do_n
             named = [rank for rank in (0, 1) if any(f"rank {rank}" in row for row in rows[first:])]
             assert named == drawn_ranks
             assert not steps or not any(row.startswith("sampled") for row in rows), "it is of a training step"
-
-
-def test_the_sizes_of_ranks_without_known_waits_leave_out_an_evaluation() -> None:
-    recording = Recording()
-    ranks = [Training(process=rank, rank=rank, mode="single", via=None, devices=("cpu",)) for rank in range(2)]
-    for rank in ranks:
-        recording.add([*rank.begin(), *rank.run(50)], rank.process, rank.rank)
-    recording.add([row for _ in range(5) for row in ranks[0].step(evaluates=True)], 0, 0)
-    screen = ScreenData(recording.state(), ranks[0].now, RUN_INFO, is_command_alive=True)
-    _, first, second, *_ = texts(panel_ranks.render_panel(screen, 116, 8, STYLE))
-    assert ("evaluation" in first, "[30, 5]" in first) == (True, False)
-    assert ("evaluation" in second, "[30, 5]" in second) == (False, True)
-    heading = next(row for row in texts(panel_ranks.render_full_screen(screen, 116, 40, STYLE)) if "pid" in row)
-    assert heading.endswith("evaluation"), "its sizes follow"
 
 
 def test_a_sampled_step_has_a_row_where_there_is_room() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages
-from dpmon.ui.keys import PaletteCommand
 from dpmon.ui.styled_rows import plain_text
 from support.screen_harness import ScreenHarness, open_screen
 
@@ -144,47 +142,6 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
         assert dialog.shown_commands[dialog._chosen_index()][2] == "report"
 
 
-@pytest.mark.parametrize("chosen", [0, 1])
-@pytest.mark.parametrize("later", [[], ["a", "b", "c"], ["c", "b", "a"], ["c"]])
-async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int, later: list[str]) -> None:
-    """The possible commands change without a new picture of the list."""
-    answers: list[str | None] = []
-
-    def commands(keys: list[str]) -> list[PaletteCommand]:
-        return [PaletteCommand(key, f"do {key}", f"action_{key}") for key in keys]
-
-    async with open_screen(tmp_path) as on:
-        possible = commands(["a", "b"])
-        dialog = CommandPalette(lambda: possible, on.app.style)
-        on.app.push_screen(dialog, answers.append)
-        await on.until(lambda: any("do b" in row for row in dialog.box.text()), "the list")
-        await on.press(*("down",) * chosen)
-        possible = commands(later)
-        await on.press("enter")
-        if "ab"[chosen] in later:
-            await on.until(lambda: answers == [f"action_{'ab'[chosen]}"], "the answer")
-        else:
-            await on.until(lambda: not any("do a" in row for row in dialog.box.text()), "the new list")
-            assert not answers
-
-
-@pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
-async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
-    async with open_screen(directory) as on:
-        await on.shows("○ idle")
-        await on.press(opener)
-        await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
-        on.end(0)
-        await on.shows("finished status 0")
-        assert isinstance(on.app.screen, Dialog)
-        assert " esc " in footer(on)
-        assert "q close" not in footer(on)
-        await on.press("escape")
-        await on.until(lambda: "q close" in footer(on), "the footer")
-        await on.press("q")
-        await on.until(lambda: on.app.return_value == "ended", "the screen to close")
-
-
 async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path) -> None:
     async with open_screen(directory) as on:
         for opener in OPENERS:
@@ -197,18 +154,3 @@ async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path) -> None
                 await on.until(lambda w=size[0], d=dialog: {len(row) for row in d.box.text()} == {w}, f"{size}")
             await on.press("escape")
             await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-
-
-@pytest.mark.parametrize("opener", ["e", "i", "colon"])
-async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opener: str) -> None:
-    async with open_screen(directory) as on:
-        await on.press(opener)
-        shutil.rmtree(directory)
-        looks = on.reader.looks
-        await on.until(lambda: on.reader.looks > looks + 3, "pictures")
-        await on.press("escape")
-        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-        for key in ("s", "i", "W", "r"):
-            await on.press(key)
-        await on.press("escape")
-        await on.shows("○ idle")

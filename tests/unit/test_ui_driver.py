@@ -141,13 +141,6 @@ def test_keys_typed_ahead_are_bounded_but_an_interrupt_comes_through(monkeypatch
     assert busy.waiting[-1].key == "ctrl+c"  # type: ignore[attr-defined]
 
 
-def test_the_terminal_is_not_asked_for_reports_of_its_size() -> None:
-    driver, written = TerminalDriver.__new__(TerminalDriver), list[str]()
-    driver.write = written.append  # type: ignore[method-assign, assignment]
-    driver._query_in_band_window_resize()
-    assert written == []
-
-
 class Stopped:
     """An event that is set after `looks` waits, each over at once, as if the process was stopped meanwhile."""
 

@@ -14,14 +14,13 @@ import pytest
 
 from dpmon.errors import HistoryError
 from dpmon.model.run_snapshot import MAX_FULLY_READ, Process, RunSnapshot
-from dpmon.run.activities import StartupStage
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.styled_rows import plain_text
-from support.record_builders import SECOND, Training, records_of_rows
+from support.record_builders import SECOND, Training
 from support.screen_harness import FakeReader
 from support.screen_states import STYLE, paint_screen
 
@@ -39,7 +38,7 @@ def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time
 def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: Path) -> None:
     training = Training()
     reader = FakeReader(tmp_path)
-    reader.new = records_of_rows([*training.begin(), *training.run(400)])
+    reader.new = [*training.begin(), *training.run(400)]
     cause = "rank 1: RuntimeError: broke (train.py:12)"
     reader.ended = ExitInfo(3, None, 1.7e9, 9 * SECOND, 9.0, "supervisor", cause=cause)
     feed = feed_of(tmp_path, reader)
@@ -55,7 +54,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
 
 def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Path) -> None:
     reader = FakeReader(tmp_path)
-    reader.new = records_of_rows(Training().run(40))
+    reader.new = Training().run(40)
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.refresh()
@@ -89,8 +88,8 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     training = Training(start_ns=5 * SECOND)
     (tmp_path / "process-0.ring").touch()
     reader = FakeReader(tmp_path)
-    reader.new = records_of_rows([*training.begin(), *training.run(400)])
-    now = reader.info.start_ns + training.now + 67 * SECOND
+    reader.new = [*training.begin(), *training.run(400)]
+    now = training.now + 67 * SECOND
     feed = feed_of(tmp_path, reader, lambda: now)
     text = drawn(feed, *size)
     assert describe_activity(feed.build_screen_data(View())).word == "reading the record"
@@ -101,23 +100,10 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     assert "idle 67 s" in drawn(feed, *size)
 
 
-@pytest.mark.parametrize(("name", "title"), [(None, "torchrun"), ("slow", "slow")])
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_the_title_is_the_name_that_the_user_gave(
-    tmp_path: Path, size: tuple[int, int], name: str | None, title: str
-) -> None:
-    reader = FakeReader(tmp_path)
-    reader.info = replace(reader.info, script="/opt/bin/torchrun", options={"mode": "auto", "name": name})
-    feed = feed_of(tmp_path, reader)
-    feed.start()
-    feed.refresh()
-    assert drawn(feed, *size).split()[0] == title
-
-
 def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     training = Training(step_ns=SECOND)
     reader = FakeReader(tmp_path)
-    reader.new = records_of_rows([*training.begin(), *training.run(100)])
+    reader.new = [*training.begin(), *training.run(100)]
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.refresh()
@@ -129,45 +115,14 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     assert 29 <= steps(feed.build_screen_data(View(range_s=30))) <= 32
     assert steps(feed.build_screen_data(View(range_s=0))) == 100
     frozen = feed.build_screen_data(View(range_s=0))
-    training.defined.clear()
-    reader.new = records_of_rows(training.run(50))
+    reader.new = training.run(50)
     feed.refresh()
     assert steps(feed.build_screen_data(View(range_s=0))) == 150
-    still = feed.with_view(replace(frozen, now_ns=training.now - 48 * SECOND), View(range_s=30))
+    still = feed.with_view(replace(frozen, now_ns=training.now - 49 * SECOND), View(range_s=30))
     assert 28 <= steps(still) <= 32
     assert still.process is not None
     assert still.process.last_step is not None
     assert still.process.last_step.step < 110
-
-
-def test_an_empty_record_is_caught_up_immediately(tmp_path: Path) -> None:
-    reader = FakeReader(tmp_path)
-    feed = feed_of(tmp_path, reader, lambda: 9 * SECOND)
-    feed.start()
-    feed.refresh()
-    assert describe_activity(feed.build_screen_data(View())).word == "starting"
-
-
-def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_path: Path) -> None:
-    """Steps of the first one take 20 s, so a silence of a minute means nothing, but its end does."""
-    first = Training(start_ns=5 * SECOND, step_ns=20 * SECOND)
-    second = Training(process=1, step_ns=20 * SECOND, seed=2)
-    reader = FakeReader(tmp_path)
-    reader.new = records_of_rows([*first.begin(), *first.run(4)])
-    second.now = first.now + 9 * SECOND
-    now = reader.info.start_ns + second.now
-    feed = feed_of(tmp_path, reader, lambda: now)
-    feed.start()
-    reader.doing = {0: ("ended", 0)}
-    reader.startup_stage = lambda: StartupStage("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
-    feed.refresh()
-    assert describe_activity(feed.build_screen_data(View())).detail == "waiting for the first step, 1 s"
-    reader.new = records_of_rows([*second.begin(), *second.run(1)], 1)
-    reader.doing = {0: ("ended", 0), 1: ("backward", 0)}
-    now = reader.info.start_ns + second.now
-    feed.refresh()
-    assert describe_activity(feed.build_screen_data(View())).word == "training"
-    assert [each.process for each in feed.state.training_processes] == [1]
 
 
 def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
@@ -194,24 +149,3 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed.refresh(immediately=True)
     feed.refresh(immediately=True)
     assert len(reads) == 5
-
-
-def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("dpmon.ui.live_run.time.perf_counter", lambda: now[0])
-    reader = FakeReader(tmp_path)
-    feed = feed_of(tmp_path, reader)
-    feed.start()
-    for count, shown in ((1, [0, 1, 2, 3]), (MAX_FULLY_READ + 1, [4, 4, 6, 6])):
-        state = RunSnapshot(processes={number: Process(number) for number in range(count)})
-        monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: state)
-        found = []
-        for _ in range(4):
-            reader.doing = {0: ("backward", reader.info.start_ns + round(now[0]))}
-            feed._rest_end_s = max(feed._rest_end_s, now[0] + 0.5 * (count == 1))
-            feed.refresh()
-            found.append(feed.build_screen_data(View()).activities[0][1])
-            now[0] += 1.0
-        assert found == shown

@@ -21,16 +21,16 @@ from dpmon.model.epoch_progress import Progress
 from dpmon.model.findings.finding import Finding
 from dpmon.model.run_snapshot import MAX_LEAST_WAITING
 from dpmon.record.history_rows import Row as RecordedRow
-from dpmon.record.record_types import Call, Event, Record
+from dpmon.record.record_types import Event
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import LookBack, PlaybackPosition, ScreenData, View
 from dpmon.ui.screen_painter import paint_panels, panel_slots
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
-from support.history_builders import read_linear_run, snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.rank_builders import ManyNodes, record_ddp_ranks
-from support.record_builders import SECOND, Training, host_event, records_of_rows, whole_device_event
+from support.record_builders import SECOND, Training, host_event, whole_device_event
 from support.screen_states import (
     MONO_ASCII,
     RUN_INFO,
@@ -58,7 +58,7 @@ def memory(training: Training, peaks: list[dict[str, Any]]) -> Event:
 def starting() -> ScreenData:
     info = replace(RUN_INFO, options={"mode": "auto", "replicas": 2})
     return ScreenData(
-        snapshot_of_records([host_event(1.0)]),
+        snapshot_of_rows([host_event(1.0)]),
         3 * SECOND,
         info,
         startup_stage=("importing torch", SECOND),
@@ -85,7 +85,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
         payloads.append(memory(training, peaks))
     payloads += samples(count, len(devices))
     return ScreenData(
-        snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True, can_toggle=True
+        snapshot_of_rows(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True, can_toggle=True
     )
 
 
@@ -144,16 +144,25 @@ def changing_ranks() -> ScreenData:
 
 
 @lru_cache(maxsize=1)
-def _linear() -> tuple[Record, ...]:
-    return tuple(read_linear_run())
+def _both_modes() -> tuple[RecordedRow, ...]:
+    """Return a run on the CPU: 60 steps in dp, 90 in single, 40 in dp, in the order in which a screen reads them."""
+    training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), step_ns=1_400_000_000)
+    rows = training.begin()
+    for mode, steps in (("", 60), ("single", 90), ("dp", 40)):
+        training.step_ns = 900_000_000 if mode == "single" else 1_400_000_000
+        rows += training.switch(mode) if mode else []
+        for _ in range(steps):
+            rows += [*training.step(), host_event(training.now / SECOND, cpu=40.0 + training.steps * 7 % 50)]
+            if training.steps == 3:
+                rows.append(memory(training, [{"device": "cpu", "model_bytes": 4096, "gradients_bytes": 4096}]))
+    return tuple(rows)
 
 
 @lru_cache(maxsize=4)
 def recorded(part: float, span_s: int = 120) -> ScreenData:
     """Return the recorded run after this part of it, with a time range."""
-    records = _linear()
-    shown = records[: int(len(records) * part)]
-    state = snapshot_of_records(shown, span_s=span_s)
+    rows = _both_modes()
+    state = snapshot_of_rows(rows[: int(len(rows) * part)], span_s=span_s)
     return ScreenData(state, state.newest_ns, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
@@ -162,7 +171,7 @@ def one_device() -> ScreenData:
     training = Training(mode="single", devices=("cpu:0",), via=None)
     samples = [host_event(float(t), cpu_pct=40.0 + t * 7 % 50) for t in range(10)]
     return ScreenData(
-        snapshot_of_records([*training.begin(), *training.run(3000), *samples]),
+        snapshot_of_rows([*training.begin(), *training.run(3000), *samples]),
         training.now,
         RUN_INFO,
         is_command_alive=True,
@@ -179,7 +188,7 @@ def changed_often() -> ScreenData:
         training.step_ns = 16_000_000
         payloads += [*training.switch("single"), *training.run(150)]
     return ScreenData(
-        snapshot_of_records(payloads, changes=True),
+        snapshot_of_rows(payloads, changes=True),
         training.now,
         RUN_INFO,
         View("compare", "compare"),
@@ -192,11 +201,8 @@ def evaluated() -> ScreenData:
     training = Training(mode="single", devices=("cpu:0",), via=None)
     payloads = [*training.begin(), *training.run(300)]
     payloads.append(training.mode_event("user", "a module compiled by torch.compile cannot be replicated"))
-    first = len(records_of_rows(payloads))
-    records = records_of_rows([*payloads, *training.run(20)])
-    seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
-            for index, one in enumerate(records)]  # fmt: skip
-    return ScreenData(snapshot_of_records(seen), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
+    payloads += [row for _ in range(20) for row in training.step(evaluates=True)]
+    return ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def learning(progress: Progress | None = None, **changes: Any) -> ScreenData:
@@ -217,7 +223,7 @@ def one_gpu() -> ScreenData:
     """Return a script that trains on one GPU, whose memory is almost full."""
     training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=16_000_000)
     records = [*training.begin(), *training.run(4000), *samples(1, 1, 102)]
-    return learned(ScreenData(snapshot_of_records(records, slowest=8), training.now, RUN_INFO, is_command_alive=True))
+    return learned(ScreenData(snapshot_of_rows(records, slowest=8), training.now, RUN_INFO, is_command_alive=True))
 
 
 @lru_cache(maxsize=2)
@@ -362,14 +368,3 @@ def test_each_situation_matches_its_golden_picture(name: str) -> None:
 def test_no_picture_is_left_of_a_situation_that_is_gone() -> None:
     named = {name.replace(" ", "-") + ".txt" for name in SITUATIONS}
     assert {path.name for path in GOLDEN.iterdir()} == named
-
-
-def test_the_recorded_run_is_read_completely_and_in_order() -> None:
-    state = snapshot_of_records(_linear())
-    process = state.representative
-    assert process is not None
-    assert process.last_step is not None
-    assert process.last_step.step == 190
-    assert [(change.mode, change.step) for change in state.mode_changes] == [("dp", 1), ("single", 61), ("dp", 151)]
-    assert process.compared is not None
-    assert process.compared.seen == {"dp": 100, "single": 90}

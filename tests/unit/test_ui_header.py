@@ -10,9 +10,9 @@ import pytest
 
 from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_status import render_panel
-from dpmon.ui.screen_data import LookBack, ScreenData, View, describe_activity
+from dpmon.ui.screen_data import LookBack, ScreenData, View
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
 from support.screen_harness import open_screen
@@ -66,14 +66,6 @@ def test_updates_follow_the_step_where_they_differ(passes: Any, text: str) -> No
     assert text in head(facts, 160)[0], "of the whole run, whatever time range is shown"
 
 
-def test_a_straggler_is_named_before_the_loader() -> None:
-    facts = ranks()
-    data = slow_loader(86)
-    facts = with_process(facts, settled=shown_process(data).settled)
-    assert head(facts)[1].startswith("▸ others wait for rank 1: ")
-    assert head(replace(facts, state=replace(facts.state, communication=None)))[1].startswith("▸ rank 0 waits for data")
-
-
 @pytest.mark.parametrize("changes", [{"is_ending": True}, {"activities": dict.fromkeys(range(4), ("ended", 0))}])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_at_the_end_no_time_is_left_and_no_rank_is_waited_for(changes: dict[str, Any], size: tuple[int, int]) -> None:
@@ -98,28 +90,17 @@ def test_a_stall_keeps_epoch_and_batch_without_a_time_left(facts: ScreenData) ->
         assert " left" not in text
 
 
-def test_where_a_waiting_rank_stands_is_not_said_to_be_the_trainings_place() -> None:
-    waiting = ranks()
-    later = waiting.now_ns + 11 * SECOND
-    doing = dict.fromkeys(range(4), ("backward", later - 11 * SECOND))
-    assert describe_activity(replace(waiting, now_ns=later, activities=doing)).detail == "no step for 11 s"
-    alone = slow_loader(10)
-    later = shown_process(alone).seen_ns + 11 * SECOND
-    doing = {0: ("backward", later - 11 * SECOND)}
-    assert describe_activity(replace(alone, now_ns=later, activities=doing)).detail == "in backward 11 s"
-
-
 def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> None:
     training = Training(mode="single", devices=("cpu:0",), via=None)
     rows = [*training.begin(), *training.run(300)]
     assert (
         "samples/s"
         in head(
-            with_process(ScreenData(snapshot_of_records(rows), training.now, RUN_INFO), progress=progress_in_epochs())
+            with_process(ScreenData(snapshot_of_rows(rows), training.now, RUN_INFO), progress=progress_in_epochs())
         )[0]
     )
     rows += [*training.step(evaluates=True), *training.step(evaluates=True)]
-    facts = ScreenData(snapshot_of_records(rows), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(rows), training.now, RUN_INFO, is_command_alive=True)
     facts = with_process(facts, progress=progress_in_epochs(evaluated=12, evaluated_of=40))
     assert "evaluating 12/40" in head(facts)[0]
     for gone in ("samples/s", "412/1,563", "took", "left"):

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from textual import events
 
 from dpmon.record.record_types import Event
-from dpmon.report.report_data import collect_report_data
 from dpmon.ui import background_jobs
 from dpmon.ui.dialogs import MAX_LINE_BYTES, Choice, CommandPalette, Dialog, TextPages
 from dpmon.ui.help_text import help_rows
@@ -120,25 +117,6 @@ async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
             await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 120)])
-async def test_a_dialog_that_covers_the_message_says_itself_where_the_picture_is(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
-    async with open_screen(tmp_path, size) as on:
-        await on.press("question_mark")
-        dialog = on.app.screen
-        assert isinstance(dialog, TextPages)
-        assert "s screenshot" in dialog.box.text()[0]
-        covers = dialog.screen_row < 2
-        assert covers == (size != (200, 120))
-        await on.press("s")
-        await on.shows("screenshot: dpmon-")
-        (path,) = Path.cwd().glob("*.svg")
-        assert (f"screenshot: {path.name}" in dialog.box.text()[0]) == covers, dialog.box.text()[0]
-        await on.press("down")
-        assert "s screenshot" in dialog.box.text()[0]
-
-
 async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,67 +164,12 @@ def test_an_export_makes_new_files(state: Path) -> None:
     assert json.loads(path.read_text())
 
 
-def test_the_findings_are_those_of_the_report(state: Path) -> None:
-    training = Training()
-    training.shares["dp"]["data"] = 3_000
-    run = write_run_directory({0: [*training.begin(), *training.run(200)]})
-    found = background_jobs.read_findings(run)
-    assert found == list(collect_report_data(run).findings)
-    assert "data" in [each.kind for each in found]
-    assert all(each.advice_text for each in found)
-
-
-def test_a_picture_goes_into_the_file_that_was_made(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process puts a link in the place of the new file."""
-    other, real = Path("other"), os.open
-    other.write_text("not dpmon's")
-
-    def replaced_at_once(path: Any, *args: Any, **kwargs: Any) -> int:
-        fd = real(path, *args, **kwargs)
-        if Path(path).suffix == ".txt" and not Path(path).is_symlink():
-            Path(path).rename("made")
-            Path(path).symlink_to(other.absolute())
-        return fd
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", replaced_at_once)
-        background_jobs.save_text("a picture", "picture", "txt", state)
-    assert Path("made").read_text() == "a picture"
-    assert Path("made").stat().st_mode & 0o777 == 0o600
-    assert other.read_text() == "not dpmon's"
-
-
 async def test_a_report_is_shown_to_be_read(state: Path) -> None:
     async with open_screen(a_run()) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, TextPages), "the report")
         box = on.app.screen.box  # type: ignore[attr-defined]
         await on.until(lambda: any("steps" in row for row in box.text()), "its text")
-
-
-async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, made = threading.Event(), threading.Event()
-
-    def report(directory: Path, width: int) -> list[str]:
-        assert go.wait(60)
-        made.set()
-        return ["steps"]
-
-    monkeypatch.setattr(background_jobs, "render_report", report)
-    async with open_screen(tmp_path) as on:
-        await on.press("r")
-        await on.until(lambda: isinstance(on.app.screen, TextPages), "the place where it will be")
-        assert "writing the report" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
-        await on.press("escape")
-        await on.press("colon")
-        await on.until(lambda: isinstance(on.app.screen, CommandPalette), "something else")
-        looks = on.reader.looks
-        go.set()
-        await on.until(made.is_set, "the report")
-        await on.until(lambda: on.reader.looks > looks + 3, "some pictures")
-        assert isinstance(on.app.screen, CommandPalette)
 
 
 @contextmanager
@@ -350,32 +273,6 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
 
 
-async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: Path) -> None:
-    """All keys are in the queue before the first one is handled, as with a key held down."""
-    async with open_screen(tmp_path) as on:
-        await on.shows("○ idle")
-        for opener in ("question_mark", "x", "q", "e", "slash", "colon"):
-            await on.press("5", opener)
-            dialog = on.app.screen
-            assert len(on.app.screen_stack) == 2
-            for key in ("escape", "escape", "escape", "1", "1"):
-                dialog.post_message(events.Key(key, key if key == "1" else None))
-            await on.until(lambda: on.app.view.zoom == "devices", "what was typed behind it reaches the panels")
-            assert len(on.app.screen_stack) == 1
-            assert on.app.return_value is None
-            await on.press("escape")
-
-
-async def test_ctrl_c_in_another_dialog_only_closes_it(tmp_path: Path) -> None:
-    async with open_screen(tmp_path) as on:
-        for key in ("x", "question_mark", "colon", "slash"):
-            await on.press(key)
-            assert len(on.app.screen_stack) == 2, key
-            await on.press("ctrl+c")
-            await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-        assert on.app.return_value is None
-
-
 async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.press("ctrl+p")
@@ -393,21 +290,6 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         assert any("no command matches" in row for row in on.app.screen.box.text())  # type: ignore[attr-defined]
         await on.press("enter")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-
-
-async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_path: Path) -> None:
-    async with open_screen(tmp_path) as on:
-        on.app.view = View("output", search="loss")
-        for key, action in (("s", "save_screenshot"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")):
-            await on.press("colon", key)
-            palette = on.app.screen
-            assert isinstance(palette, CommandPalette)
-            found = palette.matching_commands()
-            assert found[0][::2] == (key, action), "without the rule, a command with the letter in its words is first"
-            assert palette._chosen_index() == 0
-            assert len(found) > 1, "the words still count"
-            await on.press("escape")
-            await on.until(lambda: len(on.app.screen_stack) == 1, "the list to close")
 
 
 async def test_a_click_in_the_footer_presses_the_key(tmp_path: Path) -> None:
@@ -510,29 +392,6 @@ async def test_searching_the_output(tmp_path: Path) -> None:
         assert on.app.view.search == ""
         await on.press("n")
         assert "Needle" in on.text(), "n has no meaning any more"
-
-
-@pytest.mark.parametrize("width", [80, 120])
-async def test_after_a_search_the_footer_says_how_to_follow_again(tmp_path: Path, width: int) -> None:
-    (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(200)))
-    async with open_screen(tmp_path, (width, 24)) as on:
-        await on.shows("following")
-        await on.press("5")
-        assert " end follow" not in on.app.text()[-1], "it follows"
-        await on.press("slash", *"line 17", "enter")
-        await on.until(lambda: " end follow" in on.app.text()[-1], "the way back")
-        for key in (" esc end", " n older"):
-            assert key in on.app.text()[-1]
-        await on.press("escape")
-        assert " end follow" in on.app.text()[-1], "the search is over, and it is still there"
-        await on.press("space")
-        assert " end follow" in on.app.text()[-1], "in a picture that is frozen, too"
-        await on.press("end")
-        assert " end follow" not in on.app.text()[-1]
-        await on.press("space", "home")
-        on.end(0)
-        await on.shows("finished status")
-        assert f" end {'last' if width == 80 else 'to the end'}" in on.app.text()[-1]
 
 
 @pytest.mark.parametrize(

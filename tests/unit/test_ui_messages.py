@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from dpmon.cli.messages import print_closing_summary
 from dpmon.cli.summary import summary_lines
-from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Step
 from dpmon.run.run_directory import load_exit
 from dpmon.ui.dialogs import CommandPalette, TextPages
-from dpmon.ui.keys import COMMANDS, PLAYBACK_COMMANDS, available_commands
-from dpmon.ui.panels.panel_compare import render_panel as compare_rows
-from dpmon.ui.panels.panel_output import LogTail, OutputView, shorten_traceback_path
-from dpmon.ui.panels.panel_output import panel_title as output_title
-from dpmon.ui.screen_data import NAMES, PlaybackPosition, ScreenData, View
+from dpmon.ui.keys import PLAYBACK_COMMANDS, available_commands
+from dpmon.ui.panels.panel_output import OutputView, shorten_traceback_path
+from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records, write_playback_run
+from support.history_builders import snapshot_of_rows, write_playback_run
 from support.record_builders import SECOND, Training
 from support.screen_harness import ManualClock, open_playback, open_screen, shows_text
 from support.screen_states import RUN_INFO, STYLE, exit_info_of, paint_screen, shown_process, with_process
@@ -33,7 +27,7 @@ from support.screen_states import RUN_INFO, STYLE, exit_info_of, paint_screen, s
 
 def trained(steps: int = 200, *, over: bool = False, **options: Any) -> ScreenData:
     training = Training(**options)
-    state = snapshot_of_records([*training.begin(), *training.run(steps)], over=over)
+    state = snapshot_of_rows([*training.begin(), *training.run(steps)], over=over)
     return ScreenData(state, training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
@@ -46,21 +40,6 @@ def screen_of(facts: ScreenData, output: OutputView, width: int, height: int = 2
 
 
 # ------------------------------------------------------------------------------------------------ 80x24
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 8])
-@pytest.mark.parametrize("mode", ["dp", "single"])
-@pytest.mark.parametrize("playing", [False, True])
-def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode: str, playing: bool) -> None:
-    facts = trained(mode=mode, devices=[f"cpu:{i}" for i in range(replicas)], step_ns=100_000_000)
-    if playing:
-        facts = replace(facts, playing=PlaybackPosition(SECOND, 9 * SECOND, False, 1.0))
-    text = "\n".join(screen(facts))
-    assert "│ median " in text
-    assert "│ last step " in text
-    assert "│       0 " in text, "the history is there"
-    if mode == "dp":
-        assert re.search(r"│ +\d\d:\d\d dp", text), "and its axis"
 
 
 def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
@@ -125,40 +104,6 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         assert ("q", "close this screen", "leave") in available_commands(app.data_to_draw())
 
 
-async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timers: list[Mock] = []
-
-    def set_timer(seconds: float, then: Callable[[], None]) -> Mock:
-        timers.append(Mock(then=then))
-        return timers[-1]
-
-    async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
-        await pilot.press("g")
-        with monkeypatch.context() as patched:
-            patched.setattr(app, "set_timer", set_timer)
-            await pilot.press("z", "z", "z")
-            assert [timer.stop.called for timer in timers] == [True, True, False], (
-                "one goes, however often a key repeats"
-            )
-            assert shows_text(app, "z does nothing here")
-            timers[2].then()
-            assert not shows_text(app, "z does nothing here")
-
-
-def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("a line\n")
-    output = OutputView([LogTail(tmp_path / "log")])
-    output.refresh()
-    live = trained(3)
-    assert plain_text(output_title(output, live, 60, STYLE)[1]) == "following"
-    assert (
-        plain_text(output_title(output, replace(live, exit_info=exit_info_of(0, None, 1)), 60, STYLE)[1]) == "the end"
-    )
-    played = replace(live, playing=PlaybackPosition(1, 9, False, 1.0))
-    assert plain_text(output_title(output, played, 80, STYLE)[1]) == "of the whole run, not only up to this time"
-    assert plain_text(output_title(output, played, 50, STYLE)[1]) == "of the whole run"
-
-
 # ------------------------------------------------------------------------------------------------ dialogs
 
 
@@ -187,37 +132,12 @@ async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_mor
         assert any("to the end" in row for row in rows), "the keys of a playback are the last ones"
 
 
-def test_a_panel_has_one_name() -> None:
-    facts = trained(3)
-    descriptions = [text for _, text, _ in available_commands(facts)]
-    for name in NAMES.values():
-        assert f"go to panel {name}" in descriptions
-        shown = replace(facts, view=View("progress", "progress")) if name == NAMES["progress"] else facts
-        assert any(name in row for row in screen(shown, 120, 40))
-    assert "4 dp vs. single" in "\n".join(screen(facts)), "folded, too"
-    assert not any("panel compare" in command.description for command in COMMANDS)
-
-
 # ------------------------------------------------------------------------------------------------ panel 4
 
 
 def step(mode: str, number: int, wall: int, *, samples: int = 30, backward: bool = True) -> Step:
     phases = {"forward": wall - 5, **({"backward": 5, "other": 0} if backward else {"other": 5})}
     return Step(0, None, number, mode, number * 10_000_000, wall, samples, phases)
-
-
-def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
-    steps = [step("single", n, 1_000_000 + n) for n in range(1, 66)]
-    steps += [step("single", 66, 1_000_000, samples=7), step("single", 67, 1_000_000, backward=False)]
-    steps += [step("dp", n, 2_000_000 + n) for n in range(68, 133)]
-    found = shown_process(ScreenData(snapshot_of_records(steps), 0)).compared
-    assert found is not None
-    assert found.left_out == 1
-    assert (verdict_sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
-    rows = [plain_text(row).strip() for row in compare_rows(with_process(trained(3), compared=found), 60, 12, STYLE)]
-    text = " ".join(rows)
-    assert "excluded: 1 step of another batch size" in text
-    assert "drawn" not in text, "the medians are of all steps"
 
 
 # ------------------------------------------------------------------------------------------------ the end
@@ -235,16 +155,6 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(facts, width, height)[:2])
-
-
-def test_no_figure_of_the_header_is_cut() -> None:
-    """A part without room is left out, the least important first: the others are in full."""
-    over = trained(400, step_ns=1_000_000_000, over=True)
-    over = replace(over, exit_info=exit_info_of(0, None, 400 * SECOND), can_toggle=False)
-    for width in range(40, 110):
-        row = screen(over, width)[1].rstrip()
-        assert "…" not in row, row
-        assert "steps/s" not in row or "samples/s" in row, row
 
 
 def test_a_brief_summary_has_only_the_first_line(state: Path) -> None:
@@ -269,17 +179,3 @@ def test_a_traceback_keeps_its_file_and_line(styled: bool) -> None:
         assert len(shown_text) <= width
     other = [("x" * 100, "")]
     assert shorten_traceback_path(other, 50) == other
-
-
-@pytest.mark.parametrize(("needle", "stays"), [("somebody", True), ("vision/train", True), ("loop.py", False)])
-def test_a_search_hit_in_a_directory_name_stays_visible(tmp_path: Path, needle: str, stays: bool) -> None:
-    line = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
-    (tmp_path / "log").write_text(line + "\n")
-    output = OutputView([LogTail(tmp_path / "log")])
-    output.refresh()
-    rows = screen_of(replace(trained(3), view=View(focus="output", search=needle)), output, 50)
-    (row,) = (row for row in rows if 'File "' in row)
-    assert needle in row
-    assert ("/home/somebody" in row) == stays
-    (row,) = (row for row in screen_of(trained(3), output, 50) if 'File "' in row)
-    assert 'loop.py", line 123, in step' in row, "without a search"

@@ -16,8 +16,8 @@ from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, TextPages
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.screen_data import View
-from support.record_builders import SECOND, Training, host_event, records_of_rows
-from support.screen_harness import FakeReader, ScreenHarness, open_screen, wait_until
+from support.record_builders import SECOND, Training
+from support.screen_harness import ScreenHarness, open_screen, wait_until
 from support.screen_states import STYLE, exit_info_of
 
 
@@ -47,25 +47,13 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
         await on.shows("4 dp vs. single")
 
 
-async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
-    def never() -> Any:
-        assert app.text()[0].strip(), "there is a picture already"
-        return reader
-
-    reader = FakeReader(tmp_path)
-    app = Monitor(tmp_path, STYLE, refresh=0.1, open_reader=never, open_store=reader.open_store)
-    async with app.run_test(size=(80, 24)):
-        await wait_until(lambda: reader.looks, "the first look")
-
-
 async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("d → single")
         await on.press("d")
         assert on.reader.asked == ["single"]
         await on.shows("single pending")
-        on.training.defined.clear()
-        on.reader.new = records_of_rows([*on.training.switch("single"), *on.training.run(20)], origin_ns=SECOND)
+        on.reader.new = [*on.training.switch("single"), *on.training.run(20)]
         await on.until(lambda: on.app.live_run.state.mode_change_count == 2, "the mode event")
         assert "single pending" in on.text(), "the event alone is no acknowledgement by every process"
         on.reader.unanswered = False
@@ -73,7 +61,7 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
         await on.shows("d → dp")
         await on.press("d")
         assert on.reader.asked == ["single", "dp"]
-        on.reader.new = records_of_rows([on.training.mode_event("user", refused="the module is spread over devices")])
+        on.reader.new = [on.training.mode_event("user", refused="the module is spread over devices")]
         on.reader.unanswered = False
         await on.shows("dp refused: the module is spread over devices")
         await on.shows("d → dp")
@@ -91,9 +79,8 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
 async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("○ idle")
-        on.training.defined.clear()
         on.training.via = "DistributedDataParallel"
-        on.reader.new = records_of_rows([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
+        on.reader.new = [*on.training.switch("single"), *on.training.run(2)]
         await on.until(lambda: on.app.live_run.toggle_refusal() is not None, "the ranks")
         await on.press("d")
         await on.shows("the mode cannot be switched: the ranks train by DistributedDataParallel")
@@ -129,8 +116,7 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(t
     async with open_screen(tmp_path) as on:
         on.reader.is_alive = False
         await on.shows("ending")
-        on.training.defined.clear()
-        on.reader.new = records_of_rows(on.training.run(50), origin_ns=SECOND)
+        on.reader.new = on.training.run(50)
         on.end(1)
         await on.shows("✗ failed status 1")
         await on.shows("step 250      mean ")
@@ -215,8 +201,7 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
         await on.press("space")
         await on.shows("FROZEN")
         still = on.text()
-        on.training.defined.clear()
-        on.reader.new = records_of_rows(on.training.run(50), origin_ns=SECOND)
+        on.reader.new = on.training.run(50)
         await on.until(lambda: last_step(on) == 250, "the records behind the picture")
         assert on.text() == still
         await on.press("3", "3")
@@ -235,8 +220,7 @@ async def test_a_frozen_screen_shows_one_time_whatever_is_opened(tmp_path: Path)
         await on.press("space")
         await on.shows("FROZEN")
         still = on.app.data_to_draw()
-        on.training.defined.clear()
-        on.reader.new = records_of_rows(on.training.run(4), origin_ns=SECOND)
+        on.reader.new = on.training.run(4)
         await on.until(lambda: last_step(on) == 1204, "the records behind the picture")
         assert on.app.live_run.state.newest_ns < still.now_ns
         for key in ("2", "2", "escape", "4", "4", "escape", "left_square_bracket", "right_square_bracket"):
@@ -281,30 +265,6 @@ async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path)
         assert on.app.view.focus == "output"
         await on.press("up")
         await on.until(lambda: on.app.live_run.output.top is not None, "scrolling")
-
-
-async def test_the_output_scrolls_sideways_up_to_its_first_column(tmp_path: Path) -> None:
-    (tmp_path / "output.log").write_text(f"the output {'x' * 200}\n")
-    async with open_screen(tmp_path, steps=0) as on:
-        training = Training(mode="single")
-        on.reader.new = records_of_rows([*training.begin(), *training.run(200), host_event(1.0)], origin_ns=SECOND)
-        await on.shows("3 Batch")
-        await on.shows("the output")
-        await on.press("5", "right", "right")
-        assert on.app.live_run.output.left == 16
-        await on.shows("column 17")
-        await on.press("left", "left", "left")
-        assert on.app.view.focus == "devices", "beyond the first column there is the next panel"
-
-
-async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
-    async with open_screen(tmp_path, (80, 24)) as on:
-        await on.shows("1 Devices")
-        assert on.app.slots["devices"].is_folded
-        await on.press("1")
-        await on.shows("no GPU: NVML library not found")
-        await on.press("1")
-        assert on.app.view.zoom is None
 
 
 async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
@@ -387,7 +347,8 @@ async def test_a_line_reaches_the_scripts_input(tmp_path: Path) -> None:
 async def test_a_key_chooses_among_several_roots(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         other = Training(root="Critic", via=None, mode="single")
-        on.reader.new = records_of_rows(other.run(3), origin_ns=SECOND)
+        other.defined = on.training.defined
+        on.reader.new = other.run(3)
         await on.press("2")
         await on.shows("newest of 2 · Critic · bare module")
         await on.shows("n next call")
@@ -422,8 +383,7 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         assert process.columns == on.app.live_run.state.processes[0].columns, "the histories stay"
         await on.shows("▲")
         await on.shows("esc now")
-        on.training.defined.clear()
-        on.reader.new = records_of_rows(on.training.run(50), origin_ns=SECOND)
+        on.reader.new = on.training.run(50)
         await on.until(lambda: last_step(on) == 250, "the records behind the picture")
         assert on.app.data_to_draw().process == process, "it stays at its time"
         await on.press("greater_than_sign", "greater_than_sign")

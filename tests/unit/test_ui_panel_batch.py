@@ -11,19 +11,15 @@ import pytest
 
 from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.record.history_rows import Row
-from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
-from dpmon.text.formatting import format_duration
 from dpmon.ui.chart import stacked_columns
 from dpmon.ui.panels import panel_batch
-from dpmon.ui.panels.panel_batch import missing_phase_notes, panel_title, shown_stats
-from dpmon.ui.screen_data import ScreenData, View
-from dpmon.ui.screen_painter import panel_slots
-from dpmon.ui.styled_rows import draw_frame, plain_text
+from dpmon.ui.panels.panel_batch import missing_phase_notes
+from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import MONO as MONO_STYLES
 from dpmon.ui.terminal_style import UNICODE, TerminalStyle
-from dpmon.ui.time_axis import build_chart_columns, make_time_axis
-from support.history_builders import Recording, snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.record_builders import GPUS, Training, with_device_times
 from support.screen_states import (
     MONO_ASCII,
@@ -35,7 +31,6 @@ from support.screen_states import (
     screen_text,
     shown_process,
     with_call,
-    with_process,
 )
 
 MONO = TerminalStyle(UNICODE, MONO_STYLES, False)
@@ -49,19 +44,19 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
     for index in range(steps):
         shares["data"] = long_ns // 10_000 if index % every == 0 else 3
         payloads += training.step()
-    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
+    return ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True)
 
 
 def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
     """For example after a toggle, or when a call that cannot be split runs on one device and also fails there."""
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True)
     for seen in (facts, replace(facts, exit_info=exit_info_of(1, None, training.now))):
         text = screen_text(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
         assert "no step" not in text
-    later = replace(facts, state=snapshot_of_records([*payloads, *training.run(3)]))
+    later = replace(facts, state=snapshot_of_rows([*payloads, *training.run(3)]))
     assert "3 Batch · single · last 2 min" in screen_text(later, 120, 40)
 
 
@@ -80,25 +75,6 @@ def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_expl
     assert re.search(r"uneven steps: about [23]\d% take 9\d% of the time, slower in data", said), said
 
 
-def test_even_steps_have_no_such_word() -> None:
-    assert "uneven" not in screen_text(screen_data_of(Training()), 120, 40)
-    few = alternating(every=50, long_ns=2_000_000).process
-    assert few is not None
-    assert few.uneven is None
-
-
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_after_a_change_to_single_panel_3_has_no_columns_of_dp(size: tuple[int, int]) -> None:
-    training = Training(devices=("cpu",), virtual=False)
-    payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(100)]
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
-    slot = panel_slots(facts, *size)["batch"]
-    rows = [row[slot.x : slot.x + slot.width] for row in screen_text(facts, *size).splitlines()]
-    lines = rows[slot.y : slot.y + slot.height]
-    assert "orward" in lines[1] or "Forw" in lines[1]
-    assert not any(word in "".join(lines) for word in ("–", "catter", "eplicate", "ather", "one device"))
-
-
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_a_script_that_never_was_in_dp_has_no_columns_for_its_phases(size: tuple[int, int]) -> None:
     text = screen_text(screen_data_of(Training(mode="single", devices=("cpu",), virtual=False), 100), *size)
@@ -113,7 +89,7 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
     for index in range(64):
         known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
         payloads += with_device_times(training.run(1), of_step=known, why=Untimed.SAMPLED)
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True)
     assert "for 8 of the 64 steps (1 in 8)" in screen_text(facts, *size)
 
 
@@ -142,21 +118,6 @@ def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
     assert "\x1b" not in text
 
 
-def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
-    facts = screen_data_of(Training(), 40)
-    step = shown_process(facts).last_step
-    assert step is not None
-
-    def said(**changes: Any) -> str:
-        one = with_process(facts, last_step=step._replace(**changes))
-        rows = rows_text(panel_batch.render_panel(one, 200, 14, STYLE))
-        return rows[-1]
-
-    assert said().startswith("r1")
-    lacks = "1,044 spans of the last step are not drawn: only the first 256 of a step are recorded"
-    assert said(missing_spans=1044) == lacks
-
-
 @pytest.mark.parametrize(("look", "mark"), [(STYLE, "▁"), (MONO_ASCII, "f"), (MONO, "f")])
 def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_none(
     look: TerminalStyle, mark: str
@@ -179,23 +140,6 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
         assert [style for cell, style in rows[-1] if lowest in cell] == ["phase.forward"] * 2
 
 
-def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
-    column = Column(0, "dp", count=5)
-    for height in (1, 5, 6):
-        assert plain_text(stacked_columns([column], 1, height, 1_000_000, STYLE)[-1]) == "▁"
-        assert plain_text(stacked_columns([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
-
-
-@pytest.mark.parametrize("height", range(1, 6))
-def test_a_low_chart_has_the_color_of_the_largest_phase_of_each_column(height: int) -> None:
-    columns = []
-    for second, largest in enumerate(("sync", "data", "forward")):
-        phases = dict.fromkeys(PHASES, 0) | dict.fromkeys(("data", "forward", "sync"), 1_000_000) | {largest: 9_000_000}
-        columns.append(Column(second, "single", 1, 0, 0, tuple(phases.values())))
-    for row in stacked_columns(columns, 3, height, 11_000_000, STYLE):
-        assert [style for _, style in row] == ["phase.sync", "phase.data", "phase.forward"]
-
-
 @pytest.mark.parametrize("height", range(6, 13))
 def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
     draw = random.Random(height)
@@ -212,41 +156,6 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
                 shown[upper or lower] += 8 - UNICODE.blocks.index(text) if upper else 0
         both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
         assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
-
-
-def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:
-    """Return a run of even steps over that time, seen over a time range."""
-    training = Training(step_ns=SECOND)
-    state = snapshot_of_records([*training.begin(), *training.run(seconds)], span_s=span_s)
-    return ScreenData(
-        state,
-        training.now,
-        RUN_INFO,
-        View(range_s=span_s),
-        exit_info=exit_info_of(0, None, training.now) if over else None,
-    )
-
-
-@pytest.mark.parametrize("seconds", [3, 18, 80, 200, 500])
-@pytest.mark.parametrize("span", [30, 120, 600, 0])
-def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, span: int) -> None:
-    facts = ranged(seconds, span, over=True)
-    for width in (60, 76, 116, 196):
-        rows = rows_text(panel_batch.render_panel(facts, width, 14, STYLE))
-        at = next(index for index, row in enumerate(rows) if "dp ─" in row)
-        assert len(rows[at].rstrip()) == len(rows[at - 1].rstrip()) == width, rows[at]
-        assert " " not in rows[at - 1][8:], rows[at - 1]
-
-
-def test_a_short_evaluation_has_its_word_in_the_history() -> None:
-    training = Training(step_ns=1_000_000_000)
-    payloads = [*training.begin(), *training.run(60)]
-    for _ in range(3):
-        payloads += training.step(evaluates=True)
-    payloads += training.run(40)
-    facts = screen_data_of(training, 0, payloads)
-    rows = rows_text(panel_batch.render_panel(facts, 116, 14, STYLE))
-    assert any("│evaluation" in row for row in rows), rows
 
 
 @pytest.mark.parametrize("height", [8, 14, 24])
@@ -269,63 +178,16 @@ def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: in
     assert not has_sizes(evaluation), "the figures beside them are of the training"
 
 
-def test_the_last_step_of_a_run_that_generates_its_data_has_the_word_of_its_kind() -> None:
-    training = Training(mode="single", devices=("cpu:0",))
-    payloads = training.begin()
-    for _ in range(20):
-        payloads += [*training.step(evaluates=True), *training.step()]
-    payloads += training.step(evaluates=True)
-    rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, payloads), 116, 14, STYLE))
-    assert any(row.startswith("without gradients ") for row in rows), rows
-    assert not any(row.startswith("evaluation") for row in rows)
-
-
-def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
-    training = Training(step_ns=1_000_000_000)
-    payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
-    state = snapshot_of_records(payloads, span_s=120)
-    facts = ScreenData(state, training.now, RUN_INFO, View(range_s=120))
-    rows = rows_text(panel_batch.render_panel(facts, 116, 14, STYLE))
-    (axis,) = [row for row in rows if "dp ─" in row]
-    assert re.search(r"│single ─* (now )?\d\d:\d\d *$", axis), axis
-
-
-def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
-    training = Training(step_ns=1_000_000_000)
-    run = Recording().add(training.begin())
-    begun: list[int] = []
-    for made in range(1, 110):
-        state = run.add(training.step()).state()
-        process = state.representative
-        assert process is not None
-        axis = make_time_axis(ScreenData(state, training.now, RUN_INFO, View(range_s=40), is_command_alive=True))
-        shown = [c.second for c in build_chart_columns(process, axis, 40).columns]
-        assert shown[-1] == process.columns[-1].second, "the newest is always there"
-        assert shown == list(range(shown[0], shown[-1] + 1))
-        assert (shown[0] - process.began_ns // 10**9) % 4 == 0
-        assert len(shown) > 36 or made < 40
-        begun.append(shown[0])
-        training.defined.clear()
-    assert len(set(begun)) < 20
-
-
-def test_the_title_of_a_folded_panel_has_a_number() -> None:
-    title, corner = panel_title(alternating(), STYLE, 26)
-    (row,) = draw_frame(title, corner, [], 26, 1, STYLE.glyphs)
-    mean = format_duration(shown_stats(alternating()).mean_ns)
-    assert plain_text(row).split() == ["3", "Batch", "mean", *mean.split()]
-
-
 def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:
     training = Training(mode="single", devices=("cpu",), virtual=False, step_ns=16_000_000)
     payloads = [*training.begin(), *training.run(300)]
-    even = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
+    even = ScreenData(snapshot_of_rows(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
     assert "longest step" not in screen_text(even, 120, 40)
     training.step_ns = 900_000_000
     payloads += training.run(1)
     training.step_ns = 16_000_000
     payloads += training.run(300)
-    facts = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
     for size in ((80, 24), (120, 40), (200, 60)):
         words = r"longest step: (9\d\d m|1\.\d\d )s at 00:0[67], \d{3} ms more than usual in (for|back)ward"
         assert re.search(words, screen_text(facts, *size))

@@ -14,7 +14,7 @@ from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_compare
 from dpmon.ui.screen_data import PlaybackPosition, ScreenData, View
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training, host_event
 from support.screen_states import (
     RUN_INFO,
@@ -38,7 +38,7 @@ def test_steps_of_another_batch_are_left_out_and_counted() -> None:
     payloads += training.run(130)
     training.batch = 30
     payloads += [*training.switch("single"), *training.run(405)]
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
+    facts = ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
     assert compare_text(facts, 60, 14)[-1] == "excluded: 130 steps of another batch size"
 
 
@@ -54,7 +54,7 @@ def test_a_comparison_says_what_it_lacks() -> None:
     assert compare_text(played, 62, 12)[-1] == "single was not seen until then"
     training = Training()
     payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]
-    few = compare_text(ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True), 60, 12)
+    few = compare_text(ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True), 60, 12)
     assert any(line.startswith("no verdict yet: it needs 10 more steps in single") for line in few)
     assert not any("×" in line for line in few[1:])
 
@@ -64,7 +64,7 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(60)]
     payloads += [*training.switch("single"), *training.run(60)]
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True)
     found = panel_compare.shown_stats(facts)
     assert found.speedup is not None
     found = replace(found, outcome="even", speedup=Interval(0.34, 0.2, 1.2), reasons=(), cost=None)
@@ -84,7 +84,7 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
 def test_virtual_replicas_are_no_measure_of_speed() -> None:
     training = Training(step_ns=20_000_000)
     payloads = [*training.begin(), *training.run(300), *training.switch("single"), *training.run(300)]
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
+    facts = ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
     text = " ".join(compare_text(facts, 60, 14))
     assert "virtual replicas show behavior, not speed" in text
     zoomed = " ".join(compare_text(replace(facts, view=View(zoom="compare")), 76, 20))
@@ -101,7 +101,7 @@ def test_the_reason_of_a_refusal_stays_on_the_panel() -> None:
 
     def picture(*more: Row, **changes: Any) -> list[str]:
         facts = ScreenData(
-            snapshot_of_records([*payloads, *more]), training.now, RUN_INFO, is_command_alive=True, can_toggle=True
+            snapshot_of_rows([*payloads, *more]), training.now, RUN_INFO, is_command_alive=True, can_toggle=True
         )
         return compare_text(replace(facts, **changes), 60, 12)
 
@@ -161,43 +161,8 @@ def two_visits(kind: str, later_s: int = 0) -> tuple[list[Row], Training]:
 def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> None:
     """If its samples are older than the charts, the maximum of each minute is known."""
     events, training = two_visits(kind, later_s)
-    facts = ScreenData(snapshot_of_records(events), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(events), training.now, RUN_INFO, is_command_alive=True)
     found = panel_compare.shown_stats(facts).memory
     assert found["dp"][name].bytes == 799 << 20
     assert found["single"][name].bytes == pytest.approx(399 << 20, rel=0.2)
     assert "memory" not in compare_text(facts, 60, 14)[-1]
-
-
-@pytest.mark.parametrize(("kind", "name"), [("host", HOST), ("device", "cuda:0")])
-def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
-    events, training = two_visits(kind)
-    samples = [each for each in events if "peak_bytes" in str(each) or "run_mem_bytes" in str(each)]
-    facts = ScreenData(
-        snapshot_of_records([each for each in events if each not in samples[:101]]),
-        training.now,
-        RUN_INFO,
-        is_command_alive=True,
-    )
-    found = panel_compare.shown_stats(facts).memory
-    assert found["dp"][name].bytes == 799 << 20
-    assert "single" not in found
-    for view in (View(), View(zoom="compare")):
-        text = " ".join(compare_text(replace(facts, view=view), 60, 20))
-        assert "single: no memory sample was read" in text
-
-
-def test_the_full_screen_shows_the_mean_step_over_time_in_the_colors_of_the_modes() -> None:
-    training = Training()
-    payloads = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(800)]
-    facts = ScreenData(
-        snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True, view=View(zoom="compare")
-    )
-    rows = panel_compare.render_panel(facts, 100, 36, STYLE)
-    at = rows_text(rows).index("mean step, last 2 min")
-    styles = [style for row in rows[at + 1 : -1] for text, style in row if "█" in text]
-    assert set(styles) == {"mode.single", "mode.dp"}
-    assert "single" in plain_text(rows[-1])
-    assert "dp" in plain_text(rows[-1])
-    assert "mean step" not in "".join(
-        rows_text(panel_compare.render_panel(replace(facts, view=View()), 100, 36, STYLE))
-    )

@@ -10,9 +10,8 @@ import pytest
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
-from dpmon.ui.time_axis import make_device_axis, make_time_axis
-from support.history_builders import snapshot_of_records
-from support.record_builders import SECOND, Training, device_event, host_event
+from support.history_builders import snapshot_of_rows
+from support.record_builders import Training, device_event
 from support.screen_states import RUN_INFO, STYLE, gpu_screen_data, rows_text, screen_data_of
 
 
@@ -27,27 +26,6 @@ def test_without_a_gpu_the_host_is_shown_in_one_row_or_two_and_why_on_the_full_s
     more = rows_text(panel_devices.render_full_screen(facts, 100, 20, STYLE))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"
-
-
-@pytest.mark.parametrize("height", [8, 14, 30])
-def test_free_rows_of_the_panel_show_the_hosts_history_with_scale_and_axis(height: int) -> None:
-    facts = screen_data_of(Training(), 4000)
-    rows = rows_text(panel_devices.render_panel(facts, 100, height, STYLE))
-    assert "cpu 43%" in rows[1]
-    assert "memory 9%" in rows[1]
-    assert rows[2].startswith("   100% ")
-    assert rows[-2].startswith("      0 ")
-    assert "now 00:11" in rows[-1]
-    assert len(rows) == min(height, 15)
-
-
-def test_the_full_screen_of_gpus_has_charts_with_scale_and_axis_where_there_is_room() -> None:
-    tall, low = (
-        rows_text(panel_devices.render_full_screen(gpu_screen_data(2), 116, height, STYLE)) for height in (50, 8)
-    )
-    assert any(all(word in row for word in ("util 10%", "mem ", "power ")) for row in tall)
-    assert sum("now" in row for row in tall) == 2, "one row for the charts of each"
-    assert not any("now" in row for row in low)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
@@ -89,16 +67,6 @@ def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
     assert rows_text(panel_devices.render_panel(facts, 76, 9, STYLE))[0].startswith(" 0 cuda:3 ")
 
 
-@pytest.mark.parametrize("width", [36, 76, 116])
-def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
-    facts = gpu_screen_data(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
-    rows = rows_text(panel_devices.render_panel(facts, width, 12, STYLE))
-    assert any(row.startswith("throttled 3:  0  1; 4:") for row in rows)
-    text = "\n".join(rows_text(panel_devices.render_full_screen(facts, width, 60, STYLE)))
-    assert re.search("throttled by +3, 4", text)
-    assert "processes" in text
-
-
 @pytest.mark.parametrize(
     ("absent", "shown"),
     [
@@ -118,38 +86,10 @@ def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent:
 
 
 def test_an_unknown_utilization_is_a_dash() -> None:
-    state = snapshot_of_records(
+    state = snapshot_of_rows(
         [device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})]
     )
     rows = rows_text(panel_devices.render_panel(ScreenData(state, 0, RUN_INFO), 80, 6, STYLE))
     assert " – " in rows[0]
     assert "– of 141 GiB free" in rows[0]
     assert "utilization: GPU is lost" in rows
-
-
-def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -> None:
-    facts = screen_data_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
-
-    def cells(span_s: int, now_s: int = 89) -> str:
-        shown = replace(facts, now_ns=now_s * SECOND, view=replace(facts.view, range_s=span_s))
-        (row,) = [
-            row for row in rows_text(panel_devices.render_panel(shown, 60, 8, STYLE)) if row.startswith("host cpu")
-        ]
-        return row[9:40].split()[0]
-
-    assert cells(0) == cells(120) == cells(600)
-    assert len(cells(0)) >= 18
-    later = cells(600, now_s=300)
-    assert "·" not in later.rstrip("·"), "samples are missing at the end"
-    assert 0.6 < later.count("·") / len(later) < 0.8
-
-
-def test_the_histories_of_devices_and_steps_have_one_axis() -> None:
-    """A slow second of the run stands under the same cell of the device's history, in charts of one width."""
-    facts = screen_data_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
-    for span_s in (30, 120, 0):
-        shown = replace(facts, now_ns=600 * SECOND, view=replace(facts.view, range_s=span_s))
-        assert make_device_axis(shown) == make_time_axis(shown)
-    long = replace(facts, now_ns=9000 * SECOND, view=replace(facts.view, range_s=0))
-    assert make_time_axis(long).start_s < 60
-    assert make_device_axis(long).start_s > 8300, "there are no older samples"

@@ -10,7 +10,6 @@ import pytest
 
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.loss_curves import LossCurve
-from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.store.loss_table import InvalidLoss
 from dpmon.ui.chart import line_chart
 from dpmon.ui.panels import panel_progress
@@ -20,9 +19,7 @@ from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import ASCII, UNICODE
 from support.record_builders import SECOND, Training
 from support.screen_states import (
-    _EPOCHS,
     MONO_ASCII,
-    RUN_INFO,
     STYLE,
     TWO_FINDINGS,
     exit_info_of,
@@ -30,7 +27,6 @@ from support.screen_states import (
     progress_in_epochs,
     rows_text,
     screen_data_of,
-    screen_in_stall,
     screen_text,
     with_process,
 )
@@ -83,30 +79,6 @@ def test_what_is_unknown_has_a_row_with_the_reason(changes: dict[str, Any], row:
     assert drawn(facts(progress_in_epochs(left_ns=None, error_ns=None, **changes)))[0] == row
 
 
-def test_a_column_that_no_epoch_has_is_left_out() -> None:
-    alone = tuple(one._replace(evaluation_ns=0, pause_ns=None) for one in _EPOCHS)
-    assert drawn(facts(progress_in_epochs(epochs=alone)))[1:] == [
-        "epoch        time",
-        "    2  2 min 51 s",
-        "    1  2 min 55 s",
-    ]
-    assert len(drawn(facts(progress_in_epochs(epochs=_EPOCHS[2:])))) == 1
-
-
-def test_after_the_end_the_last_epoch_is_listed_with_its_evaluation() -> None:
-    """There is no bar of it any more; only the last epoch had an evaluation."""
-    epochs = tuple(one._replace(evaluation_ns=8 * SECOND * (one is _EPOCHS[-1])) for one in _EPOCHS)
-    over = replace(
-        facts(progress_in_epochs(epochs=epochs)), exit_info=exit_info_of(0), is_command_alive=False, findings=()
-    )
-    rows = drawn(over)
-    assert rows[0] == "no findings"
-    header, last, *_ = [row for row in rows[1:] if row]
-    assert header.split() == ["epoch", "time", "evaluation", "gap", "before"]
-    assert last.split()[0] == "3"
-    assert "8.00 s" in last
-
-
 def test_the_panel_applies_when_it_can_have_a_value() -> None:
     assert not panel_progress.is_shown(facts())
     assert panel_progress.is_shown(facts(progress_in_epochs()))
@@ -152,14 +124,6 @@ def test_a_loss_has_few_digits(value: float, text: str) -> None:
     assert panel_progress.loss_span(value, 0)[0] == text
 
 
-def test_a_gan_has_a_curve_for_each_line() -> None:
-    found = facts(None, loss_curve(), loss_curve("train.py:99", 1.5))
-    rows = drawn(found, 70, 12)
-    assert [row.partition("smoothed")[0].strip() for row in rows if "smoothed" in row] == ["loss 0.412", "loss 1.500"]
-    assert [row.split()[-3] for row in rows if "smoothed" in row] == ["train.py:88", "train.py:99"]
-    assert "loss 0.412  1.500" in plain_text(render_panel(found, 120, 2, STYLE)[0])
-
-
 def test_a_curve_goes_through_its_points() -> None:
     points = [(0.0, 0.0), (0.5, 1.0), (0.99, 0.5)]
     assert rows_text(line_chart([(points, "")], (), 4, 2, 0.0, 1.0, UNICODE)) == [" ⢠⠟⣆", "⣰⠋ ⠈"]
@@ -185,65 +149,7 @@ def test_the_header_says_how_far_it_is_and_the_loss() -> None:
     assert plain_text(render_panel(found, 40, 3, STYLE)[1]).startswith(" epoch 3 ·   412/1,563  ")
 
 
-def test_the_header_of_a_stall_has_no_time_left() -> None:
-    found = with_process(screen_in_stall(2), progress=progress_in_epochs())
-    assert "epoch 3 ·   412/1,563  ddp ×2" in plain_text(render_panel(found, 140, 2, STYLE)[0])
-
-
-def test_the_figures_of_the_header_stand_still() -> None:
-    places = set()
-    for batch, left in ((9, 175e9), (412, 130e9), (1563, None)):
-        at_ns = _EPOCHS[2].begin_ns + 175 * SECOND - int(left or 0)
-        found = facts(progress_in_epochs(batch=batch, left_ns=left, at_ns=at_ns), loss_curve())
-        row = plain_text(render_panel(found, 140, 2, STYLE)[0])
-        places.add((row.index("epoch"), row.index("/1,563"), row.index("samples/s"), row.index("loss")))
-    assert len(places) == 1
-
-
-def test_an_epoch_that_has_used_all_batches_tells_how_long_it_took() -> None:
-    done = progress_in_epochs(batch=1563, left_ns=None, epochs=_EPOCHS[:2])
-    assert "1,563/1,563 · took 2 min 51 s" in plain_text(render_panel(facts(done), 140, 2, STYLE)[0])
-
-
 # ------------------------------------------------------------------------------------------------ before and after
-
-
-def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
-    info = replace(RUN_INFO, options={"mode": "dp", "replicas": 4})
-    found = ScreenData(RunSnapshot(), SECOND, info, is_command_alive=True)
-    assert panel_progress.is_shown(found)
-    assert drawn(found) == [
-        "mode     dp: replicas on several devices",
-        "replicas 4",
-    ]
-    assert panel_progress.preferred_height(found) == 2
-    assert not panel_progress.is_shown(replace(found, is_command_alive=False, exit_info=exit_info_of(1)))
-    assert drawn(ScreenData(RunSnapshot(), 0)) == []
-
-
-def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
-    found = facts(
-        progress_in_epochs(left_ns=None),
-        loss_curve(),
-        exit_info=exit_info_of(1),
-        is_command_alive=False,
-        findings=TWO_FINDINGS,
-    )
-    assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
-        "6 What happened",
-        "2 findings",
-    ]
-    rows = drawn(found, 70, 16)
-    assert rows[0] == "1 The steps wait for data for 34% of their time."
-    assert rows[1].startswith("  try (saves at most 33.0 s of 97.0 s): ")
-    assert "2 Step times vary." in rows
-    assert any(row.startswith("loss 0.412") for row in rows)
-    assert panel_progress.is_shown(replace(found, state=replace(found.state, losses=())))
-    nothing = replace(found, findings=())
-    assert drawn(nothing)[0] == "no findings"
-    assert plain_text(panel_progress.panel_title(replace(found, findings=None), STYLE, False)[0]).startswith(
-        "6 Progress"
-    )
 
 
 @pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "mono ascii"])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from dpmon.record.record_types import Call, Event, Record, Size, Step
+from dpmon.record.history_rows import Row
+from dpmon.record.record_types import CallRow, Size, Step
+from dpmon.record.span_format import Flag
 from dpmon.text.formatting import format_duration
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.screen_painter import max_scroll, panel_slots
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records
-from support.record_builders import Training, records_of_rows
+from support.history_builders import snapshot_of_rows
+from support.record_builders import Training
 from support.screen_states import (
     RUN_INFO,
     STYLE,
@@ -29,20 +29,10 @@ from support.screen_states import (
 def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
     facts = ScreenData(
-        snapshot_of_records([*training.begin(), *training.step(rows=10)]), training.now, RUN_INFO, is_command_alive=True
+        snapshot_of_rows([*training.begin(), *training.step(rows=10)]), training.now, RUN_INFO, is_command_alive=True
     )
     rows = rows_text(panel_replicas.render_panel(facts, 70, 12, STYLE))
     assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
-
-
-def test_a_call_that_was_interrupted_says_nothing_about_idle_devices() -> None:
-    facts = screen_data_of(Training(devices=("cpu:0", "cpu:1")), 1)
-    (track,) = shown_process(facts).calls.values()
-    idle = rows_text(panel_replicas.render_panel(with_call(facts, replicas=track.last.replicas[:1]), 70, 9, STYLE))
-    assert idle[2].split(maxsplit=2) == ["1", "cpu:1", "idle: a batch of 30 makes 1 chunk"]
-    facts = with_call(facts, replicas=track.last.replicas[:1], failed=True)
-    rows = rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE))
-    assert rows[2].split(maxsplit=2) == ["1", "cpu:1", "no output: an exception ended the call"]
 
 
 def test_virtual_replicas_name_what_they_share() -> None:
@@ -50,16 +40,6 @@ def test_virtual_replicas_name_what_they_share() -> None:
         facts = screen_data_of(Training(devices=devices, virtual=True), 1)
         rows = rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE))
         assert rows[3].rstrip() == f"virtual: the replicas share {shared}"
-
-
-def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
-    facts = screen_data_of(Training(), 1)
-    (track,) = shown_process(facts).calls.values()
-    blind = tuple(r._replace(inputs=None, outputs=None) for r in track.last.replicas)
-    facts = with_call(facts, replicas=blind, absent={"sizes": "not seen by a forward hook"})
-    rows = rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE))
-    assert rows[1].split()[:5] == ["0", "cpu:0", "–", "–", "–"]
-    assert "not seen by a forward hook" in rows
 
 
 def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
@@ -90,23 +70,6 @@ def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
     assert max_scroll("devices", facts, panel_slots(facts, 80, 24)["devices"], STYLE) == 0
 
 
-def scaled(header: str) -> bool:
-    """Return whether a scale is above the whiskers, or a title if there is no room for the scale."""
-    return "spread" in header or "5 to 95%" in header or header.split()[-1][-2:] in ("ns", "µs", "ms")
-
-
-def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
-    facts = screen_data_of(Training(devices=[f"cpu:{i}" for i in range(4)], batch=26))
-    rows = rows_text(panel_replicas.render_panel(facts, 56, 9, STYLE))
-    assert [row.split()[6] for row in rows[1:5]] == ["7", "7", "7", "5"]
-    assert all("●" in row and "╶" in row for row in rows[1:5])
-    assert scaled(rows[0])
-    for width in range(40, 120):
-        header, row, *_ = rows_text(panel_replicas.render_panel(facts, width, 9, STYLE))
-        assert ("━" in row) == ("share" in header), "no column without its heading"
-        assert ("╶" in row) == scaled(header)
-
-
 def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> None:
     facts = screen_data_of(Training(devices=[f"cpu:{i}" for i in range(2)]))
     (track,) = shown_process(facts).calls.values()
@@ -122,21 +85,24 @@ def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> Non
     assert f" to {format_duration(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
 
 
-def several_calls(more: Sequence[Record] = ()) -> ScreenData:
+def several_calls() -> ScreenData:
     """Return steps with two calls of a critic, with different batch sizes, and a call of a generator."""
-    steps = 40
     real, generator = Training(root="Critic", batch=30), Training(root="Generator", batch=64, seed=3)
     fakes = Training(root="Critic", batch=12, seed=2)
-    for training in (real, fakes, generator):
-        training.now = real.now
-    records = [records_of_rows([*real.begin()])]
-    streams = [records_of_rows(each.run(steps)) for each in (real, fakes, generator)]
-    by_step: list[Any] = []
-    for number in range(steps):
-        calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
-        by_step += [replace(call, call=3 * number + place) for place, call in enumerate(calls, start=1)]
-        by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
-    return ScreenData(snapshot_of_records([*records[0], *by_step, *more]), real.now, RUN_INFO, is_command_alive=True)
+    rows = real.begin()
+    for number in range(40):
+        calls: list[CallRow] = []
+        for training in (real, fakes, generator):
+            training.defined, training.now = real.defined, real.now
+        steps = [training.step() for training in (real, fakes, generator)]
+        for *definitions, step in steps:
+            assert isinstance(step, Step)
+            rows += definitions
+            calls += [step.calls[0]._replace(call=3 * number + len(calls) + 1)]
+        whole = steps[0][-1]
+        assert isinstance(whole, Step)
+        rows.append(whole._replace(calls=calls))
+    return ScreenData(snapshot_of_rows(rows), real.now, RUN_INFO, is_command_alive=True)
 
 
 def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
@@ -157,53 +123,31 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
     assert titles[2] == "2 Replicas · 2 of 3 · call 2 of 2 per step · Critic · DataParallel"
 
 
-def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
-    last = next(call for call in reversed(shown_process(several_calls()).last_calls) if call.root == "Critic")
-    more = [replace(last, step=100 + number, call=1000 + number) for number in range(100)]
-    assert [c.per_step for c in panel_replicas.list_choices(several_calls(more).process)] == [1, 1]
-
-
-def test_a_call_with_no_replicas_says_so() -> None:
-    call = Call(0, None, 1, 1, "Net", None, "single", False, True, True, False, 0, 10, ("cpu",), {}, (), None, None)
-    state = snapshot_of_records([call])
-    rows = rows_text(panel_replicas.render_panel(ScreenData(state, 0, RUN_INFO), 60, 6, STYLE))
-    assert "the replicas of this call were not seen" in rows
-
-
-def without_training(record: Record) -> Record:
-    if isinstance(record, Call):
-        return replace(record, training=False, grad=False)
-    if isinstance(record, Step):
-        kept = {name: took for name, took in record.phases.items() if name not in ("backward", "optimizer")}
-        return record._replace(phases=kept)
-    return record
-
-
 def test_sizes_of_an_evaluation_say_that_they_are() -> None:
     """The last calls of a run are often those of an evaluation, with other sizes and times than the training."""
     training = Training(batch=30)
-    records = records_of_rows([*training.begin(), *training.run(50)])
-    before = screen_data_of(Training(), 1, state=snapshot_of_records(records))
+    rows = [*training.begin(), *training.run(50)]
 
-    def more(steps: int) -> list[Record]:
-        training.defined.clear()  # for a reader of its own
-        return records_of_rows(training.run(steps))
+    def shown(*more: Row) -> ScreenData:
+        return screen_data_of(Training(), 1, state=snapshot_of_rows([*rows, *more]))
 
     def told(facts: ScreenData) -> str:
         return plain_text(panel_replicas.panel_title(facts, STYLE)[0])
 
-    assert told(before) == "2 Replicas · Model · DataParallel"
+    assert told(shown()) == "2 Replicas · Model · DataParallel"
     training.batch, training.step_ns = 8, 20_000_000
-    later = [without_training(each) for each in more(3)]
-    evaluated = screen_data_of(Training(), 1, state=snapshot_of_records(records + later))
+    later = [row for _ in range(3) for row in training.step(evaluates=True)]
+    evaluated = shown(*later)
     assert told(evaluated) == "2 Replicas · evaluation · Model · DataParallel"
     assert "evaluation" in screen_text(evaluated, 80, 24)
-    rows = rows_text(panel_replicas.render_panel(evaluated, 70, 9, STYLE))
-    assert "[4, 5]" in rows[1]
-    assert float(rows[1].split()[8]) > 2.0, "its own times, not the median of fifty steps of the training"
-    frozen = [replace(each, grad=False) if isinstance(each, Call) else each for each in more(1)]
-    assert "no gradients · Model" in told(screen_data_of(Training(), 1, state=snapshot_of_records(records + frozen)))
+    table = rows_text(panel_replicas.render_panel(evaluated, 70, 9, STYLE))
+    assert "[4, 5]" in table[1]
+    assert float(table[1].split()[8]) > 2.0, "its own times, not the median of fifty steps of the training"
+    *definitions, frozen = training.step()
+    assert isinstance(frozen, Step)
+    frozen = frozen._replace(calls=[call._replace(flags=call.flags & ~Flag.GRAD) for call in frozen.calls])
+    assert "no gradients · Model" in told(shown(*later, *definitions, frozen))
     training.batch, training.step_ns = 30, 2_400_000
-    again = screen_data_of(Training(), 1, state=snapshot_of_records(records + later + more(1)))
+    again = shown(*later, *training.run(1))
     (track,) = again.state.processes[0].calls.values()
     assert [spread.calls for spread in track.times if spread] == [51, 51], "the training's times are there again"

@@ -8,27 +8,23 @@ import pytest
 from rich.color import Color, ColorSystem
 from rich.console import Console
 
-from dpmon.model.step_timeline import Piece
-from dpmon.run.run_reader import PauseState
 from dpmon.text.cells import truncate
-from dpmon.text.palettes import FEW, PALETTES, Palette
-from dpmon.ui.chart import block_line, filled_bar, range_bar, round_up_nice
+from dpmon.text.palettes import PALETTES, Palette
+from dpmon.ui.chart import block_line, filled_bar, range_bar
 from dpmon.ui.dialogs import LineInput
 from dpmon.ui.footer import current_key_hints, key_at, render_footer
 from dpmon.ui.help_text import help_rows
-from dpmon.ui.panels.panel_output import scroll_sideways
-from dpmon.ui.screen_data import ScreenData, View
-from dpmon.ui.step_waterfall import lane_row, main_row
+from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import draw_frame, fit_row, plain_text, row_width
-from dpmon.ui.terminal_style import ASCII, COLOR, LETTERS, MONO, UNICODE, TerminalStyle, choose_style
-from support.history_builders import snapshot_of_records
+from dpmon.ui.terminal_style import ASCII, LETTERS, MONO, UNICODE, choose_style
+from support.history_builders import snapshot_of_rows
 from support.record_builders import Training
-from support.screen_states import MONO_ASCII, STYLE, exit_info_of
+from support.screen_states import STYLE, exit_info_of
 
 
 def some_facts() -> ScreenData:
     training = Training()
-    state = snapshot_of_records([*training.begin(), *training.run(20)])
+    state = snapshot_of_rows([*training.begin(), *training.run(20)])
     return ScreenData(state, training.now, is_command_alive=True, can_toggle=True, can_type=True)
 
 
@@ -69,12 +65,6 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
     assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80, STYLE)[0]).split())
 
 
-def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
-    facts = replace(some_facts(), can_pause=True, pause_state=PauseState(is_requested=True), view=View(is_frozen=True))
-    assert "p resume" in plain_text(render_footer(facts, 40, STYLE)[0])
-    assert "space resume" in plain_text(render_footer(replace(facts, can_pause=False), 42, STYLE)[0])
-
-
 @pytest.mark.parametrize("width", range(1, 20))
 def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
     for text in ("short", "漢字漢字漢字漢字漢字", "a漢b字c漢d字e漢f"):
@@ -112,21 +102,6 @@ def test_bars_and_lines() -> None:
     assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ╶─●───╴"
 
 
-@pytest.mark.parametrize(
-    ("value", "top"), [(0.9, 1.0), (1.0, 1.0), (10.3e6, 12e6), (10.0, 10.0), (7, 8), (0, 1.0), (123, 150)]
-)
-def test_scales_are_round(value: float, top: float) -> None:
-    assert round_up_nice(value) == pytest.approx(top)
-
-
-def test_shifting_long_lines() -> None:
-    rows = [[("abcdef", "x"), ("ghi", "y")], [("ab", "")], [], [("漢字漢字", "")]]
-    assert [plain_text(row) for row in scroll_sideways(rows, 4)] == ["…fghi", "…", "", "… 字"], (
-        "what is hidden leaves a sign"
-    )
-    assert scroll_sideways(rows, 0) == rows
-
-
 @pytest.mark.parametrize("width", [76, 108])
 def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
     rows = help_rows(width, STYLE)
@@ -146,15 +121,6 @@ def test_the_look_follows_the_terminal() -> None:
     plain_one = choose_style({"TERM": "vt100"}, "utf-8")
     assert (plain_one.glyphs, plain_one.styles, plain_one.has_color) == (ASCII, MONO, False)
     assert choose_style({}, None).glyphs is ASCII
-
-
-def test_a_requested_theme_takes_precedence_over_no_color() -> None:
-    light = choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "utf-8", "light")
-    assert light.has_color
-    assert light.rich_style("").bgcolor == Color.parse(PALETTES["light"].background)
-    assert not choose_style({"TERM": "vt100"}, "utf-8", "light").has_color, "what the terminal cannot show stays so"
-    assert choose_style({"TERM": "xterm"}, "utf-8", "ascii").glyphs is ASCII
-    assert not choose_style({"TERM": "xterm"}, "utf-8", "mono").has_color
 
 
 @pytest.mark.parametrize(
@@ -203,13 +169,6 @@ def test_the_number_of_colors_is_the_one_that_rich_finds(term: str, more: dict[s
         assert choose_style({**environ, "TEXTUAL_COLOR_SYSTEM": told}, "utf-8").has_few_colors == (told == "standard")
 
 
-@pytest.mark.parametrize("palette", FEW.values(), ids=lambda p: p.name)
-def test_with_16_colors_dp_has_a_color_that_no_phase_has(palette: Palette) -> None:
-    assert palette.dp not in palette.phases
-    assert palette.dp != palette.single
-    assert len(set(palette.phases)) == len(palette.phases)
-
-
 @pytest.mark.parametrize("palette", PALETTES.values(), ids=lambda p: p.name)
 def test_everything_stands_out_from_its_background(palette: Palette) -> None:
     """Contrast of WCAG 2, at least 4.5 to 1: also colors of drawings stand behind text, in chips and lanes."""
@@ -242,50 +201,6 @@ def test_a_scripts_colors_stay_legible_on_a_light_background() -> None:
             assert (light < 190) if theme == "light" else (light > 80), (theme, color)
     both = choose_style({"TERM": "xterm"}, "utf-8", "light").rich_style("sgr:#ffffff:#000000:")
     assert both.color == Color.parse("#ffffff"), "with a background of its own it stays"
-
-
-def test_no_two_phases_share_a_color_or_a_letter() -> None:
-    colors = [COLOR[f"phase.{name}"].color for name in LETTERS]
-    assert len(set(colors)) == len(colors) == len(set(LETTERS.values()))
-    assert COLOR["mode.dp"].color != COLOR["mode.single"].color
-
-
-PIECES = (
-    Piece("data", 0, 10),
-    Piece("scatter", 12, 14),
-    Piece("replicate", 14, 50),
-    Piece("backward", 60, 90),
-)
-
-
-@pytest.mark.parametrize("width", [1, 5, 8, 20, 50, 100, 199])
-@pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "ascii"])
-def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: TerminalStyle) -> None:
-    row = main_row(PIECES, width, 100.0, look, (0, 95))
-    assert row_width(row) == width
-    assert row_width(lane_row(PIECES, width, 100.0, look)) == width
-    text = plain_text(row)
-    if width >= 50:
-        assert "Replicate" in text
-        assert "Backward" in text
-    if width == 100:
-        assert text[50:60] == ("." if look.glyphs.ascii else "·") * 10, "what nothing covers is dotted"
-        assert text[95:] == " " * 5, "and after the end there is nothing"
-
-
-def test_a_step_in_time_ends_on_eighths_of_a_cell() -> None:
-    row = main_row((Piece("data", 0, 25), Piece("backward", 25, 80)), 10, 100.0, STYLE, (0, 0))
-    assert plain_text(row)[2] == "▌"
-    assert row[1][1] == "phase.data/backward"
-    started = main_row((Piece("apply", 25, 100),), 10, 100.0, STYLE, (0, 0))
-    assert plain_text(started).startswith("  ▌ Apply")
-    assert started[1][1] == "chip.apply", "the color behind lies upon the phase's own"
-    halves = plain_text(lane_row((Piece("apply", 25, 75),), 10, 100.0, STYLE))
-    assert halves == "  ╺━━━━╸  "
-
-
-def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
-    assert plain_text(lane_row((Piece("apply", 500, 501),), 20, 1000.0, STYLE)).strip() == "╸"
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:

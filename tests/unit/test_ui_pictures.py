@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord, toggle_refusal
+from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord
 from dpmon.run.run_directory import ExitInfo
-from dpmon.run.run_reader import _PAUSE_REFUSED, PauseState
+from dpmon.run.run_reader import PauseState
 from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_output import LogTail, OutputView
-from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity, format_devices
 from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
-from dpmon.ui.styled_rows import crop_row, plain_text, row_width
+from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
-from support.history_builders import snapshot_of_records
-from support.record_builders import SECOND, Training, host_event
+from support.history_builders import snapshot_of_rows
+from support.record_builders import SECOND, Training
 from support.screen_states import (
     MONO_ASCII,
     RUN_INFO,
@@ -86,7 +85,7 @@ def test_the_first_seconds_tell_what_happens() -> None:
     assert describe_activity(imported) == ("starting", "wait", "waiting for the first step, 1 s")
     assert "starting: importing torch, 1 s" in screen_text(importing, 80, 24)
     # A script without a loader also has steps.
-    begun = replace(imported, state=snapshot_of_records(Training().begin()))
+    begun = replace(imported, state=snapshot_of_rows(Training().begin()))
     in_forward = replace(begun, activities={0: ("forward", SECOND // 2)})
     assert describe_activity(in_forward) == ("starting", "wait", "first step in forward, 2 s")
     assert describe_activity(replace(begun, activities={0: ("data", SECOND // 2)})) == (
@@ -106,17 +105,6 @@ def test_the_first_seconds_tell_what_happens() -> None:
     learning = replace(begun, state=replace(begun.state, open_calls=11), activities={0: ("other", SECOND // 2)})
     assert describe_activity(learning) == ("training", "wait", "11 calls so far; the end of a step is not known yet")
     assert "11 calls so far" in screen_text(learning, 80, 24)
-
-
-def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
-    facts = screen_data_of(Training())
-    ended = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("ended", facts.now_ns)})
-    assert describe_activity(replace(ended, startup_stage=("torch imported", SECOND))).word == "ending", (
-        "its own start was before its end"
-    )
-    next_one = replace(ended, startup_stage=("importing torch", facts.now_ns + 7 * SECOND))
-    assert describe_activity(next_one) == ("starting", "wait", "importing torch, 2 s")
-    assert describe_activity(replace(next_one, is_ending=True)).word == "ending"
 
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
@@ -178,17 +166,6 @@ def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
     assert "dpmon export 20261120-141502-linear-7f3a" in text
 
 
-def test_the_host_panel_of_a_finished_run_has_no_dashes() -> None:
-    facts = screen_data_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
-    assert "has ended" not in screen_text(facts, 160, 40)
-    assert "this run has ended" in screen_text(replace(facts, exit_info=exit_info_of(0, None, 5)), 160, 40)
-
-
-def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
-    facts = replace(screen_data_of(Training()), exit_info=exit_info_of(1), exit_cause="RuntimeError: no")
-    assert "RuntimeError: no" in screen_text(facts, 80, 24)
-
-
 def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
     text = screen_text(replace(screen_data_of(Training()), is_command_alive=False), 160, 50)
     assert "its exit status was not recorded" in text
@@ -214,12 +191,6 @@ def test_the_status_says_mode_devices_and_that_they_are_virtual_with_the_reason(
     assert "virtual replicas: no GPU on this machine" in text
     assert "examples" not in text.splitlines()[0]
     assert "linear.py" in text.splitlines()[0]
-
-
-@pytest.mark.parametrize("width", [120, 160, 200])
-def test_the_status_row_is_not_cut(width: int) -> None:
-    facts = screen_data_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
-    assert "…" not in plain_text(render_panel(facts, width, 2, STYLE)[0])
 
 
 def test_dropped_records_are_counted_on_the_screen() -> None:
@@ -288,53 +259,3 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     assert "in full" not in "".join(map(plain_text, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain_text(row) for row in paint_screen(later, OutputView(), *size, STYLE))
-
-
-def test_the_refusals_of_ranks_fit_in_the_row_of_answers() -> None:
-    facts = situations()["2 ranks, None"]
-    for reason in (f"the mode cannot be switched: {toggle_refusal(facts.state)}", f"no pause: {_PAUSE_REFUSED}"):
-        rows = screen_text(replace(facts, view=View(message=reason)), 80, 24).splitlines()
-        assert rows[2].strip() == reason, reason
-
-
-def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:
-    facts = screen_data_of(Training(), mode_request=ModeRequest("single", "refused", 0, None, LONG), now_ns=SECOND)
-    text = screen_text(facts, 40, 10)
-    assert "in full" in text
-    assert "…" in text.split("in full")[1]
-    short = replace(facts, mode_request=ModeRequest("single", "refused", 0, None, "no"))
-    assert "in full" not in screen_text(short, 80, 24)
-
-
-def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
-    facts = warned(screen_data_of(Training()), LONG)
-    for size in ((80, 24), (120, 40)):
-        row = next(line for line in screen_text(facts, *size).splitlines() if "warning:" in line)
-        assert row.rstrip().endswith("W: full text")
-        assert "…" in row
-    assert "all of it" not in screen_text(facts, 250, 70)
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("missed", [0, 7])
-def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, missed: int) -> None:
-    facts = missing(warned(screen_data_of(Training()), LONG), missed)
-    for later, doing, word, detail in (
-        (facts.now_ns + 15 * SECOND, {0: ("data", facts.now_ns)}, "waiting for data", "15 s"),
-        (facts.now_ns + 12 * SECOND, {}, "idle", "12 s"),
-    ):
-        rows = screen_text(replace(facts, now_ns=later, activities=doing), width, 24).splitlines()
-        row = rows[1 if width >= 120 else 2]
-        if not (missed and width == 60):  # no room for all of them: the warning comes first
-            assert f"{word} {detail}  " in rows[0] or row.startswith(f" {word}: {detail}  warning: "), rows[:3]
-        assert "warning: t" in row, row
-        assert "…" in row
-        assert "W: full text" in row
-        assert ("7 records lost" in row) == bool(missed)
-
-
-def test_a_row_is_cropped_by_cells() -> None:
-    row = [("ab", "x"), ("中c", "y")]
-    assert crop_row(row, 1, 4) == [("b", "x"), ("中", "y")]
-    assert crop_row(row, 0, 3) == [("ab", "x"), (" ", "y")]
-    assert crop_row(row, 3, 9) == [(" c", "y")]

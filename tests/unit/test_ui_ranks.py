@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import MAX_RANKS, ProcessInfo, RunSnapshot, toggle_refusal
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_snapshot import MAX_RANKS, RunSnapshot, toggle_refusal
 from dpmon.model.throughput import throughput_of
-from dpmon.record.history_rows import Row
 from dpmon.store.step_stats import StatsWindow
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ScreenData, View, format_mode_and_devices
 from dpmon.ui.screen_painter import max_visible_ranks, panel_slots
-from dpmon.ui.styled_rows import plain_text, row_width
+from dpmon.ui.styled_rows import plain_text
 from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks, with_world_size
 from support.record_builders import SECOND, Training, step_row
@@ -67,22 +64,6 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     assert toggle_refusal(RunSnapshot()) is not None
 
 
-def test_ranks_that_average_by_hand_are_not_switched_either() -> None:
-    """Each rank has its own device, whatever it calls."""
-    assert "several ranks train" in (toggle_refusal(facts_of(2, world=2, via="DataParallel").state) or "")
-    assert toggle_refusal(facts_of(1, world=1, via="DataParallel").state) is None
-
-
-def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
-    facts = facts_of(2)
-    processes = {
-        number: replace(one, rank=None, info=ProcessInfo(number)) for number, one in facts.state.processes.items()
-    }
-    facts = replace(facts, state=replace(facts.state, processes=processes))
-    text = plain_text(render_panel(facts, 160, 2, STYLE)[1])
-    assert "process 1, one of 2" in text, "they are numbered from 0: that is the second"
-
-
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     facts = facts_of(3)
     assert panel_ranks.is_shown(facts)
@@ -119,29 +100,6 @@ def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | 
     few = replace(facts, state=run.state(ranks=room))
     assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MAX_RANKS)
     assert paint_screen(few, OutputView(), *size, STYLE) == paint_screen(facts, OutputView(), *size, STYLE)
-
-
-def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
-    """Also if records of a rank come late, or time goes back."""
-    chance = random.Random(3)
-    run = Recording()
-    ranks = [
-        Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=SECOND // 4)
-        for rank in range(4)
-    ]
-    late: list[list[Row]] = [one.begin() for one in ranks]
-    for _ in range(40):
-        for rank, one in enumerate(ranks):
-            late[rank] += one.run(4)
-            if chance.random() < 0.5:
-                run.add(late[rank], rank, rank)
-                late[rank] = []
-        for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
-            shown = run.state(t_ns).representative
-            with_nothing = SnapshotBuilder().build(run.store().as_of(t_ns)).representative
-            assert shown is not None
-            assert with_nothing is not None
-            assert shown.recent == with_nothing.recent
 
 
 def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
@@ -195,36 +153,6 @@ def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
     assert true / 2 < shown < true * 1.1, "256 samples a step would be twice as many"
 
 
-def test_a_rank_without_a_step_leaves_the_rate_of_the_others() -> None:
-    run = Recording()
-    ranks = [Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single") for rank in range(2)]
-    run.add([*ranks[0].begin(), *ranks[0].run(20)], 0, 0)
-    run.add([*ranks[1].begin(), *ranks[1].run(1)[:-1]], 1, 1)
-    state = run.state()
-    shown = throughput_of(state.training_processes[0], state, state.newest_ns)
-    assert shown.samples_per_s == pytest.approx(30 * (shown.steps_per_s or 0))
-    assert shown.samples_per_s
-
-
-def test_the_samples_of_ranks_are_of_the_steps_with_a_count() -> None:
-    """The report and the summary say so, too."""
-    run = Recording()
-    for rank in range(2):
-        one = Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=SECOND // 10)
-        run.add([*one.begin(), *one.run(10)], rank, rank)
-        if rank == 1:
-            one.steps += 1
-            took = (1000, 50_000_000, 20_000_000, 10_000_000)
-            run.add([step_row("single", one.steps, one.now, SECOND // 10, -1, took)], rank, rank)
-    state = run.state()
-    rate = throughput_of(state.training_processes[0], state, state.newest_ns).rate
-    assert rate is not None
-    assert (rate.samples_per_s is None, rate.uncounted_steps) == (False, 1)
-    whole = StatsWindow(run.store()).rate("single")
-    assert whole is not None
-    assert (whole.samples_per_s, whole.uncounted_steps) == (pytest.approx(60 * whole.steps_per_s, rel=0.05), 1)
-
-
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
     text = [plain_text(row) for row in panel_ranks.render_panel(facts_of(2, world=4), 100, 10, STYLE)]
     assert any("2 of 4 ranks" in line for line in text)
@@ -244,13 +172,3 @@ def test_a_rank_that_was_started_again_counts_once() -> None:
     again = Training(process=7, rank=1, mode="single", via="DistributedDataParallel", start_ns=4 * SECOND)
     run.add([*again.begin(), *again.run(5)], 7, 1)
     assert [process.process for process in run.state().training_processes] == [1, 7]
-
-
-def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
-    facts = facts_of(4)
-    for width in (56, 60, 76, 100):
-        for row in panel_ranks.render_panel(facts, width, 12, STYLE)[:5]:
-            assert row_width(row) <= width, "the frame would cut it"
-    text = [plain_text(row) for row in panel_ranks.render_panel(facts, 56, 12, STYLE)]
-    assert [line.split()[-1] for line in text[1:5]] == ["ms"] * 4
-    assert text[5].startswith("no DistributedDataParallel averages")

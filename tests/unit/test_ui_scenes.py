@@ -11,13 +11,12 @@ import pytest
 
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.model.slow_steps import StepUnevenness
 from dpmon.run.run_reader import PauseState
 from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, Tree, place_panels
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_stall
 from dpmon.ui.scenes import ARRANGEMENTS, DP, ENDED, MANY, RANKS, SINGLE, STALLED, STARTING, Scene, choose_scene
 from dpmon.ui.screen_data import PANELS, PlaybackPosition, ScreenData
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
 from support.screen_states import (
@@ -55,7 +54,7 @@ def toggled(first: str) -> ScreenData:
     training = Training(mode=first)
     other = {"dp": "single", "single": "dp"}[first]
     payloads = [*training.begin(), *training.run(5), *training.switch(other), *training.run(5)]
-    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
+    return ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def played(facts: ScreenData) -> ScreenData:
@@ -122,15 +121,6 @@ def test_every_panel_of_a_scene_has_one_place_in_each_number_of_columns(name: st
     assert set(arrangement.panels) <= set(PANELS)
 
 
-@pytest.mark.parametrize("name", [name for name in ARRANGEMENTS if name.endswith(ENDED)])
-def test_after_the_end_the_findings_come_first_and_the_other_panels_keep_their_order(name: str) -> None:
-    ended, running = ARRANGEMENTS[name], ARRANGEMENTS[name.removesuffix(ENDED)]
-    for tree_name in ("one_column", "two_columns", "three_columns"):
-        first, *others = panels_in(getattr(ended, tree_name))
-        assert first == "progress"
-        assert others == [panel for panel in panels_in(getattr(running, tree_name)) if panel != "progress"]
-
-
 @pytest.mark.parametrize("rows", [1, 2, 8, 64])
 @pytest.mark.parametrize("name", list(ARRANGEMENTS))
 def test_places_tile_the_screen(name: str, rows: int) -> None:
@@ -162,20 +152,6 @@ def test_the_most_important_panel_has_its_short_form_on_every_usual_screen_and_t
             first, second = arrangement.members[:2]
             assert slots[first.name].height >= first.min_height, f"{width}x{height}"
             assert slots[second.name].height >= 3, f"{width}x{height}"
-
-
-@pytest.mark.parametrize("height", [14, 15, 16, 18, 20])
-def test_on_a_small_screen_the_values_of_the_main_panel_come_first(height: int) -> None:
-    """They come before another open panel, and the history before a note."""
-    facts = with_process(learning(), uneven=StepUnevenness(0.05, 0.5, "other"))
-    rows = screen_text(facts, 60, height).splitlines()
-    heading, names, shares, medians, history, *_ = rows[next(i for i, row in enumerate(rows) if "3 Batch" in row) :]
-    assert "single" in heading
-    assert "Forward" in names
-    assert "%" in shares
-    assert "µs" in medians
-    assert "3.00 ms" in history or "last step" in history
-    assert not any("uneven steps" in row for row in rows) or any(" 0 █" in row for row in rows)
 
 
 @pytest.mark.parametrize("size", [(40, 10), (60, 20), (80, 24), (110, 24), (120, 40), (200, 60)])

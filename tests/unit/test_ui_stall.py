@@ -15,7 +15,6 @@ import pytest
 from dpmon.cli.why import why
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_events import RunEvents
-from dpmon.model.run_snapshot import Column
 from dpmon.record.record_types import Event
 from dpmon.record.typed_json import from_json
 from dpmon.report.html_page import render_page
@@ -24,26 +23,20 @@ from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.report.sentences import stall_sentences
 from dpmon.stalls.stall_report import StallReport
-from dpmon.stalls.why_text import format_report
-from dpmon.ui.chart import scale_top
 from dpmon.ui.panels import panel_stall
-from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
-from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis, stall_intervals
-from support.history_builders import SUPERVISOR, Recording, write_run_directory
+from support.history_builders import write_run_directory
 from support.record_builders import SECOND, Training
 from support.screen_harness import open_screen
 from support.screen_states import (
     LASTED_S,
     MONO_ASCII,
-    NOTICED_S,
     NOW_S,
     RUN_INFO,
     STYLE,
     exit_info_of,
-    paint_screen,
     rows_text,
     screen_after_stall,
     screen_ended_in_stall,
@@ -95,15 +88,6 @@ def test_header_and_panel_give_the_same_step(make: Callable[[int], ScreenData], 
     assert set(re.findall(r"\bstep (\d+)", screen_text(facts, *size))) == {"160"}
 
 
-def test_the_word_the_seconds_and_the_rank_are_the_last_to_go() -> None:
-    rows = screen_text(screen_in_stall(2), 40, 10).splitlines()
-    assert "STALLED 27 s" in rows[0]
-    assert rows[1].startswith(" ▸ rank 1 in checkpoint (train.py:12)")
-    warned = replace(screen_in_stall(2), view=View(message="a message"))
-    assert "a message" in screen_text(warned, 80, 24).splitlines()[2]
-    assert SENTENCE in screen_text(warned, 80, 24).splitlines()[1]
-
-
 @pytest.mark.parametrize("look", [STYLE, MONO_ASCII])
 def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) -> None:
     rows = rows_text(panel_stall.render_panel(screen_in_stall(8), 76, 4, look))
@@ -119,51 +103,6 @@ def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) 
         f"{rows[0]}  after step 160, sleeping, 0% CPU",
         *rows[2:],
     ]
-
-
-def test_a_guilty_rank_is_named_with_its_node() -> None:
-    facts = screen_in_stall(2)
-    processes = {number: replace(one, node=f"gpu-{number}") for number, one in facts.state.processes.items()}
-    facts = replace(facts, state=replace(facts.state, processes=processes))
-    assert rows_text(panel_stall.render_panel(facts, 76, 4, STYLE))[0].startswith(
-        "▸ 1 cuda:1 (gpu-1)    27 s  in checkpoint"
-    )
-
-
-def test_an_answer_without_collectives_has_no_column_for_them() -> None:
-    record = stall_record(2, SECOND, 5).data
-    quiet = {**record, "ranks": [{**one, "groups": []} for one in record["ranks"]]}
-    groups = [{"group": 1, "ranks": 2, "sequence": 7}]
-    told = {**record, "ranks": [{**one, "groups": groups} for one in record["ranks"]]}
-    reports = [from_json(StallReport, each) for each in (quiet, told)]
-    heads = [next(text for text, _ in format_report(each, width=76) if "RANK" in text) for each in reports]
-    assert ["COLLECTIVES" in head for head in heads] == [False, True]
-    assert heads[0].endswith("PROCESS"), heads[0]
-    assert max(len(text) for text, _ in format_report(reports[0], width=76) if "sleeping" in text) <= 76
-
-
-def test_a_process_without_ranks_has_the_same_row() -> None:
-    rows = rows_text(panel_stall.render_panel(screen_in_stall(1), 76, 4, STYLE))
-    assert rows[0] == "▸ cpu:0-1    27 s  in checkpoint (train.py:12)"
-    assert plain_text(panel_stall.panel_title(screen_in_stall(1), STYLE)[0]) == "2 Replicas"
-
-
-def test_ranks_that_wait_for_each_other_share_a_row() -> None:
-    record = stall_record(2, SECOND, 5).data
-    data = {**record, "ranks": [{**one, "waits": True, "words": "in backward (a.py:1)"} for one in record["ranks"]]}
-    facts = screen_in_stall(2)
-    facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_stall.render_panel(facts, 76, 4, STYLE))[0].startswith("  0-1 wait in backward (a.py:1)  ")
-    assert plain_text(panel_stall.panel_title(facts, STYLE)[1]) == "stalled after step 5"
-
-
-def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
-    record = stall_record(8, SECOND, 5).data
-    data = {**record, "ranks": [{**one, "waits": False, "words": "in wait (a.py:1)"} for one in record["ranks"]]}
-    facts = screen_in_stall(8)
-    facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_stall.render_panel(facts, 76, 4, STYLE))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
-    assert len(rows_text(panel_stall.render_panel(facts, 76, 8, STYLE))) == 8
 
 
 def test_the_stacks_stand_on_the_full_screen() -> None:
@@ -209,24 +148,6 @@ def test_the_gap_stays_in_the_history() -> None:
         assert not any(column.count for column in hatched)
 
 
-def test_the_step_with_the_stall_does_not_set_the_scale() -> None:
-    usual, gap = Column(0, "single", 1, 10), Column(1, "single", stalled=True)
-    assert scale_top([usual, gap, Column(2, "single", 1, 35_000), usual]) == 10
-    assert scale_top([gap, Column(2, "single", 1, 35_000)]) > 0
-
-
-def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
-    facts = screen_in_stall(2, now_ns=40_000 * SECOND)
-    for span_s in (120, 0):
-        process = facts.process
-        assert process is not None
-        columns = build_chart_columns(
-            process, make_time_axis(replace(facts, view=View(range_s=span_s))), 100, [(4 * SECOND, facts.now_ns)]
-        ).columns
-        assert len(columns) <= 100
-        assert columns[-1].stalled
-
-
 def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
     begun = RecordedStall(100 * SECOND, 110 * SECOND, record={"text": SENTENCE})
     over = begun._replace(end_ns=135 * SECOND)
@@ -269,46 +190,6 @@ def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
     html = render_page(build_document(story))
     assert "<title>stalled</title>" in html
     assert "for 35.0 s: in checkpoint (train.py:12)" in html
-
-
-# ------------------------------------------------------------------------------------------------ damaged records
-
-HOSTILE = "\x1b]52;c;x\x07\u202e漢字\n" * 50
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"text": None},
-        {"text": HOSTILE},
-        {"text": 3, "ranks": None},
-        {"ranks": "rubbish"},
-        {"ranks": [3, None, "x", {}]},
-        {"ranks": [{"rank": HOSTILE, "words": HOSTILE, "state": HOSTILE, "step": "x", "for_s": -1, "cpu": "x"}]},
-        {"ranks": [{"rank": -(1 << 62), "words": 3, "cpu": 1e299, "for_s": 1e300, "process": 1 << 70, "waits": 3}]},
-        {"ranks": [{"rank": n, "words": f"in place {n}", "cpu": 1e299, "for_s": 9.0} for n in range(500)]},
-        {"ranks": [{"rank": 2 * n, "words": "in backward", "waits": True} for n in range(500)]},
-        {"ranks": [{"words": "w", "stacks": [{"frames": [["f", "g"]]}]}]},
-        {"since_s": 1e8},
-    ],
-)
-def test_a_damaged_record_never_breaks_the_screen(changes: dict[str, Any]) -> None:
-    training = Training()
-    run = Recording().add([*training.begin(), *training.run(20)])
-    run.add([Event("stall", {**stall_record(2, training.now, 20).data, **changes})], SUPERVISOR)
-    now = training.now + 20 * SECOND
-    live = ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
-    over = replace(
-        live, state=run.state(over=True), is_command_alive=False, exit_info=exit_info_of(137, "SIGKILL", now)
-    )
-    for facts in (live, over, replace(live, view=View(zoom="replicas")), replace(live, view=View(zoom="batch"))):
-        assert facts.shown_stall is not None
-        for look in (STYLE, MONO_ASCII):
-            for width, height in SIZES:
-                rows = paint_screen(facts, OutputView(), width, height, look)
-                assert {row_width(row) for row in rows} == {width}
-                text = "\n".join(map(plain_text, rows))
-                assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e" for c in text)
 
 
 # ------------------------------------------------------------------------------------------------ the dialog
@@ -361,23 +242,3 @@ async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatc
 
 def dialog(app: Any) -> str:
     return "\n".join(app.screen.box.text()) if hasattr(app.screen, "box") else ""
-
-
-def test_the_recorded_stall_is_noticed_after_ten_seconds() -> None:
-    stall = screen_in_stall(2).shown_stall
-    assert stall is not None
-    assert stall.noticed_ns - stall.since_ns == NOTICED_S * SECOND
-
-
-def test_the_full_screen_says_when_the_stacks_were_recorded() -> None:
-    rows = rows_text(panel_stall.render_full_screen(screen_in_stall(2), 100, 30, STYLE))
-    assert rows[rows.index("as detected at 00:00:14") + 1] == "rank 1:"
-
-
-def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit_yet() -> None:
-    facts = replace(screen_in_stall(2), is_ending=True)
-    text = screen_text(facts, 120, 40)
-    assert "ending" in text
-    assert "values from before the stall" in text
-    assert "stalled after step 160" in text
-    assert "try:" not in text

@@ -118,11 +118,6 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
     assert output.visible_rows(5) == []
 
 
-def test_an_unfinished_line_is_shown(log: Log) -> None:
-    log.add(b"one\ntwo")
-    assert log.shown() == ["one", "two"]
-
-
 def test_a_long_line_is_cut_and_a_long_bar_shows_its_end(log: Log) -> None:
     log.add(b"first\n" + b"x" * 100_000 + b"\nlast\n")
     first, long, last = log.shown()
@@ -158,26 +153,11 @@ def test_finding_goes_from_the_end_back_and_forth_again(log: Log) -> None:
     assert log.output.top is None, "the last one is at the end: it follows again"
 
 
-def test_a_search_says_that_older_lines_are_not_searched(log: Log) -> None:
-    log.add(b"needle\n" + numbered(0, 9000))
-    log.add(numbered(9000, 20_000))
-    kept = 20_001 - log.tail.first
-    assert log.find("needle") == f"no older line with 'needle' in the last {kept:,} lines"
-
-
 def test_only_what_is_shown_is_found(log: Log) -> None:
     log.add(b"50%|#  |\r100%|###|\nx\x1b[31mer\x1b[0mror\n" + numbered(0, 3000))
     assert log.find("50%|") == "no older line with '50%|'"
     assert log.find("xerror") == "line 2 of 3,002"
     assert log.find("XERROR") == "no older line with 'XERROR'"
-
-
-def test_the_column_of_a_hit_comes_into_sight(log: Log) -> None:
-    log.add(b"." * 300 + b"here" + b"." * 300 + b"\nhere\n")
-    assert log.find("here") == "line 2 of 2"
-    assert log.output.left == 0
-    assert log.find("here") == "line 1 of 2"
-    assert log.output.left < 300 < log.output.left + 76
 
 
 def test_capitals_count_only_if_there_are_some() -> None:

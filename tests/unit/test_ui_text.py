@@ -201,36 +201,6 @@ def test_a_growing_log_agrees_with_a_terminal_emulator() -> None:
         assert not any(expected[len(found) :])
 
 
-def test_wide_characters_are_written_over_by_cells() -> None:
-    assert lines("漢字\rab") == ["ab字"]
-    assert lines("漢字\ra") == ["a 字"], "half of a wide character is a blank"
-    assert lines("漢字\x1b[2Gb") == [" b字"]
-    assert lines("ab漢\x1b[4G\x1b[K") == ["ab"]
-    assert lines("ab\r漢") == ["漢"]
-    assert lines("e\u0301\u0301\u0301\u0301x") == ["e\u0301\u0301x"]
-    assert lines("漢\u0301\rx") == ["x"]
-
-
-def test_private_sequences_and_those_with_more_in_them_change_nothing() -> None:
-    (row,) = interpret([b"\x1b[>4;2mplain\x1b[?1;31m \x1b[2 q\x1b[1 Atext"])
-    assert row == [("plain text", "")]
-
-
-def test_text_beyond_the_last_column_leaves_a_mark() -> None:
-    for text in ("x" * (MAX_LINE_CELLS + 10), "é" * (MAX_LINE_CELLS + 10)):
-        (row,) = interpret([text.encode()])
-        assert plain_text(row).endswith("…")
-        assert len(plain_text(row)) == MAX_LINE_CELLS
-
-
-def test_a_color_that_is_left_on_goes_on_in_the_next_line() -> None:
-    assert interpret([b"\x1b[31mred", b"still", b"\x1b[0mplain"]) == [
-        [("red", "sgr:color(1)::")],
-        [("still", "sgr:color(1)::")],
-        [("plain", "")],
-    ]
-
-
 @pytest.mark.parametrize(
     "text", ["e\u0301", "\u0928\u093f", "\u00e9t\u00e9", "\u6f22\u5b57", "1\u00d72 \u00b7 \u2588", "a\u20dd"]
 )

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.segment import Segment
 from textual.strip import Strip
 
-from dpmon.ui.cell_diff import CellChange, diff_rows, encode_changes
+from dpmon.ui.cell_diff import diff_rows, encode_changes
 from dpmon.ui.styled_rows import Row, fit_row, row_width
 from support.screen_states import STYLE
 
@@ -76,21 +76,6 @@ def test_only_what_changed_is_written() -> None:
     before = [("1 step", ""), (" " * 9, ""), ("2 s", "")]
     assert changed(before, [("2 step" + " " * 9, ""), ("3 s", "")]) == [(0, [("2", "")]), (15, [("3", "")])]
     assert changed(before, [("1 step", ""), ("a" + " " * 7 + "b3 s", "")]) == [(6, [("a" + " " * 7 + "b3", "")])]
-
-
-def test_a_style_is_written_only_where_it_differs() -> None:
-    changes = [
-        CellChange(x, y, [("7", style)]) for x, y, style in ((3, 1, ""), (9, 1, ""), (4, 2, "dim"), (4, 3, "bold"))
-    ]
-    text = encode_changes([*changes, CellChange(4, 4, [("7", "")])], sgr)
-    full = [sgr(style) for style in ("", "dim", "bold")]
-    background = full[0][full[0].index(";48;") :]
-    front = [codes.removeprefix("1;").removesuffix(background) for codes in full]
-    assert text == (
-        f"\x1b[2;4H\x1b[{full[0]}m7\x1b[5C7\x1b[3;5H\x1b[{front[1]}m7\x1b[4;5H\x1b[1;{front[2]}m7"
-        f"\x1b[5;5H\x1b[22;{front[0]}m7\x1b[0m"
-    )
-    assert encode_changes([], sgr) == ""
 
 
 def test_a_wide_character_is_not_cut_in_two_and_keeps_its_mark() -> None:

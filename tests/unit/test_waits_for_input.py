@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.model.slow_steps import INPUT
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.report import collect_report_data, report_text
@@ -83,51 +81,6 @@ def test_a_wait_is_a_gap_in_the_history() -> None:
         assert {column.second for column in columns if not column.count} == expected_gaps
 
 
-def test_a_wait_is_named_among_many_short_steps() -> None:
-    training, payloads, waits = with_waits(12.0)
-    training.step_ns = SECOND // 1000
-    payloads += training.run(5000)
-    for span in (0, 120):
-        found = recorded(payloads, waits, span_s=span).processes[0].uneven
-        assert found is not None
-        assert found.phase == INPUT
-        assert found.time == pytest.approx(waits[0][1] / (training.now / SECOND - 2), rel=0.05)
-    assert recorded(payloads, waits, span_s=3).processes[0].uneven is None, "the last seconds are without it"
-
-
-def test_a_wait_between_two_trainings_is_in_no_step() -> None:
-    """It is not named as the cause of uneven steps, either."""
-    training, payloads, _ = with_waits()
-    usual = training.shares["single"]["data"]
-    for first in (True, False):
-        for _ in range(20):
-            training.shares["single"]["data"] = 2000
-            payloads += training.step()
-            training.shares["single"]["data"] = usual
-            payloads += training.run(20)
-        if first:
-            wait = training.now / SECOND + 0.3, 59.0
-            training.now += 60 * SECOND
-    state = recorded(payloads, [wait], span_s=0)
-    found = state.processes[0].uneven
-    assert found is not None
-    assert found.phase == "data"
-    assert "waiting for input" not in drawn(state)
-
-
-def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
-    training, payloads, waits = with_waits(40.0)
-    payloads += [*training.switch("dp"), *training.run(100)]
-    found = recorded(payloads, waits).processes[0].compared
-    assert found is not None
-    assert "(waiting for input)" in (verdict_sentence(found) or "")
-    story = collect_report_data(
-        write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND)
-    )
-    assert story.run.mode_comparison is not None
-    assert "(waiting for input)" in (verdict_sentence(story.run.mode_comparison) or "")
-
-
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
     seconds = training.now / SECOND
@@ -167,14 +120,6 @@ def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
     assert (
         collect_report_data(write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
     )
-
-
-def test_a_launcher_waits_in_no_step(state: Path) -> None:
-    training, payloads, waits = with_waits(12.0)
-    directory = write_run_directory({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
-    assert collect_report_data(directory).run.announced.inputs[0][0] is None
-    (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
-    assert "steps" not in line
 
 
 @pytest.mark.parametrize("kind", ["input", "stall", "loader"])

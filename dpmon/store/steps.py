@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,12 +34,7 @@ if TYPE_CHECKING:
     from dpmon.store.rings import RingRow
     from dpmon.store.store_queries import Store
 
-_COLUMN_OF = {
-    **{quantity.name: quantity.name for quantity in QUANTITIES},
-    **{phase.name: f"{phase.name}_ns" for phase in PHASES},
-}
-"""The columns of the quantities and phases (dpmon.record.schema), by name."""
-SCHEMA = f"""
+SCHEMA = """
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY, process INTEGER NOT NULL,
     step          INTEGER NOT NULL,  -- its number, from 1; 0 or less: no step of a loop, but calls alone (see Step)
@@ -48,8 +42,11 @@ CREATE TABLE IF NOT EXISTS steps (
     start_ns INTEGER NOT NULL, wall_ns INTEGER NOT NULL,
     kind          INTEGER NOT NULL,  -- flags of dpmon.record.schema
     calls         INTEGER NOT NULL,  -- the number of its calls
-    -- quantities: NULL if unknown or none. phases: NULL if they did not run; those of calls are sums, within forward
-    {" INTEGER, ".join(_COLUMN_OF.values())} INTEGER,
+    -- quantities: NULL if unknown or none
+    samples INTEGER, updates INTEGER, copied_bytes INTEGER, synced INTEGER, unsynced INTEGER,
+    -- phases: NULL if they did not run; those of calls are sums, within forward
+    data_ns INTEGER, copy_ns INTEGER, scatter_ns INTEGER, replicate_ns INTEGER, parallel_apply_ns INTEGER,
+    gather_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, sync_ns INTEGER, optimizer_ns INTEGER, other_ns INTEGER,
     rest_ns       INTEGER,           -- its forward without the phases of its calls
     device        TEXT,              -- JSON: why device times are missing, then `times` of Step; NULL: none was timed
     spans         TEXT,              -- JSON: `runs` of Step, flat; NULL: none
@@ -68,7 +65,7 @@ _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class StepRow(NamedTuple):
-    """A row of `steps`."""
+    """A row of `steps`: a field for each column."""
 
     id: int
     process: int
@@ -78,8 +75,22 @@ class StepRow(NamedTuple):
     wall_ns: int
     kind: int
     calls: int
-    measured: Mapping[str, int]
-    """Its known quantities, and the ns of the phases that ran, by name."""
+    samples: int | None = None
+    updates: int | None = None
+    copied_bytes: int | None = None
+    synced: int | None = None
+    unsynced: int | None = None
+    data_ns: int | None = None
+    copy_ns: int | None = None
+    scatter_ns: int | None = None
+    replicate_ns: int | None = None
+    parallel_apply_ns: int | None = None
+    gather_ns: int | None = None
+    forward_ns: int | None = None
+    backward_ns: int | None = None
+    sync_ns: int | None = None
+    optimizer_ns: int | None = None
+    other_ns: int | None = None
     rest_ns: int | None = None
     device: str | None = None
     spans: str | None = None
@@ -98,17 +109,16 @@ class StepRow(NamedTuple):
         return self.start_ns + self.wall_ns
 
     @property
-    def phases(self) -> dict[str, int]:
-        """Durations (ns) of its own phases that ran, by name, without the phases of its calls."""
-        return {name: self.measured[name] for name in STEP_PHASES if name in self.measured}
+    def measured(self) -> dict[str, int]:
+        """Its known quantities, and the durations (ns) of the phases that ran, by name."""
+        values = zip(MEASURED, _get_measured(self), strict=True)
+        return {name: value for name, value in values if value is not None}
 
     @property
-    def series(self) -> list[tuple[str, int]]:
-        """Its values in the series of tallies, with their names."""
-        values = [(STEP, self.wall_ns), *self.measured.items()]
-        if self.rest_ns is not None:
-            values.append((REST, self.rest_ns))
-        return values
+    def phases(self) -> dict[str, int]:
+        """Durations (ns) of its own phases that ran, by name, without the phases of its calls."""
+        measured = self.measured
+        return {name: measured[name] for name in STEP_PHASES if name in measured}
 
     @property
     def blame_weight_ns(self) -> int:
@@ -122,7 +132,7 @@ class StepRow(NamedTuple):
         """Return its record."""
         measured = self.measured
         counts = {quantity.name: measured[quantity.name] for quantity in QUANTITIES if quantity.name in measured}
-        samples = counts.pop("samples", None)
+        counts.pop("samples", None)
         if self.sync_number is not None:
             counts[SYNC_NUMBER] = self.sync_number
         spans = [] if self.spans is None else json.loads(self.spans)
@@ -134,7 +144,7 @@ class StepRow(NamedTuple):
             mode=self.mode,
             start_ns=self.start_ns,
             wall_ns=self.wall_ns,
-            samples=samples,
+            samples=self.samples,
             phases=self.phases,
             counts=counts,
             runs=list(zip(spans[::3], spans[1::3], spans[2::3], strict=True)),
@@ -150,28 +160,15 @@ class StepRow(NamedTuple):
         )
 
 
-_BEFORE, _AFTER = StepRow._fields[:8], StepRow._fields[9:]
-"""The fields before and after `measured`."""
-_get_before, _get_after = attrgetter(*_BEFORE), attrgetter(*_AFTER)
-
-
-class _StepTable(StoreTable[StepRow]):
-    """The table, with a column for each quantity and phase in place of `measured`."""
-
-    @cached_property
-    def columns(self) -> tuple[str, ...]:
-        return (*_BEFORE, *_COLUMN_OF.values(), *_AFTER)
-
-    def to_values(self, row: StepRow) -> tuple[Any, ...]:
-        return (*_get_before(row), *map(row.measured.get, _COLUMN_OF), *_get_after(row))
-
-    def from_values(self, values: Sequence[Any]) -> StepRow:
-        by_column = dict(zip(self.columns, values, strict=True))
-        measured = {name: by_column.pop(column) for name, column in _COLUMN_OF.items()}
-        return StepRow(**by_column, measured={name: value for name, value in measured.items() if value is not None})
-
-
-STEPS = _StepTable("steps", StepRow, SCHEMA, sent=NUMBERED)
+STEPS = StoreTable("steps", StepRow, SCHEMA, sent=NUMBERED)
+MEASURED = {
+    **{quantity.name: quantity.name for quantity in QUANTITIES},
+    **{phase.name: f"{phase.name}_ns" for phase in PHASES},
+}
+"""The columns of the quantities and phases (dpmon.record.schema) by name, in the order of the columns."""
+SERIES_COLUMNS = {STEP: "wall_ns", **MEASURED, REST: "rest_ns"}
+"""The columns whose values are series of tallies, by the name of the series."""
+_get_measured = attrgetter(*MEASURED.values())
 
 
 class LoopStep(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import step_kind
 from dpmon.store import quantile_sketch
-from dpmon.store.steps import StepRow
+from dpmon.store.steps import SERIES_COLUMNS, StepRow
 from dpmon.store.table import KEPT, MAX, MIN, SKETCH, SUM, StoreTable
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey, read_keys
@@ -194,8 +194,8 @@ def add_steps(
                 tallies.append(_tally_row(width, start_s, key, rows, seq))
             else:
                 changes.append((seq, width, start_s, key))
-            named: dict[str, list[int]] = defaultdict(list)
-            for name, value in chain(*(row.series for row in rows), *(part.series for part in parts)):
+            named = _values_by_series(rows)
+            for name, value in chain.from_iterable(part.series for part in parts):
                 named[name].append(value)
             series += [_series_row(width, start_s, key, name, values) for name, values in named.items()]
     TALLIES.insert(db, tallies)
@@ -218,6 +218,17 @@ def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow], seq
         last_ns=max(map(int.__add__, starts, walls)),
         seq=seq,
     )
+
+
+def _values_by_series(steps: Sequence[StepRow]) -> defaultdict[str, list[int]]:
+    """Return the values of the columns of steps by series. Series without values are left out."""
+    columns = dict(zip(StepRow._fields, zip(*steps, strict=True), strict=False))
+    values_by_series = defaultdict[str, list[int]](list)
+    for name, column in SERIES_COLUMNS.items() if steps else ():
+        values = [value for value in columns[column] if value is not None]
+        if values:
+            values_by_series[name] = values
+    return values_by_series
 
 
 def _series_row(width: int, start_s: int, key: int, name: str, values: Sequence[int]) -> SeriesRow:

@@ -49,7 +49,9 @@ class WriteBatch:
     def add(self, table: StoreTable[RowT], row: RowT, *texts: str | None) -> None:
         """Add a row. `texts`: its longer texts."""
         self.rows[table].append(row)
-        self.characters += sum([len(text) for text in texts if text is not None])
+        for text in texts:
+            if text is not None:
+                self.characters += len(text)
 
     def add_step(self, key: TallyKey, row: StepRow, series: Iterable[tuple[str, int]]) -> None:
         """Add a step, also to its tally. `series`: values of further series."""

@@ -53,7 +53,7 @@ from dpmon.store.ring_intake import RingIntake
 from dpmon.store.rings import RINGS, RingRow
 from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow
-from dpmon.store.steps import StepRow, read_called_steps, read_steps
+from dpmon.store.steps import STEPS, StepRow, read_called_steps, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import SeriesStats, Tally
@@ -193,12 +193,10 @@ def rows_of(records: Iterable[Row | Record]) -> list[Row]:
     return [row for record in records for row in maker.rows(record)]
 
 
-def account_step(
-    number: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool = False, exclusion: int = 0
-) -> tuple[Step, int]:
+def account_step(number: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool = False) -> tuple[Step, int]:
     """Return the arguments of `TimeAccount.add_step`."""
     kind = EVALUATION if evaluation else TRAINING
-    return Step(0, None, number, mode, start_ns, wall_ns, None, {}, kind=kind), exclusion
+    return Step(0, None, number, mode, start_ns, wall_ns, None, {}, kind=kind), start_ns
 
 
 class _RowMaker:
@@ -394,11 +392,8 @@ class StepFacts(NamedTuple):
 
     def row(self, start: int, key: TallyKey, row_id: Any = None) -> StepRow:
         """Return its row of the table."""
-        names = [*(quantity.name for quantity in QUANTITIES), *(phase.name for phase in SCHEMA)]
-        values = zip(names, (*self.quantities, *self.phases), strict=True)
-        measured = {name: value for name, value in values if value is not None}
         place = row_id, key.process, self.number, key.mode, start, self.wall, key.kind, self.calls
-        return StepRow(*place, measured, rest_ns=self.rest)
+        return STEPS.row(*place, *self.quantities, *self.phases, rest_ns=self.rest)
 
 
 def _tally_facts(sample: StepSample) -> StepFacts:

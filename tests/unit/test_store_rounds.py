@@ -21,7 +21,7 @@ Step = tuple[int, int, int]
 
 
 def _row(process: int, number: int, wall_ns: int) -> StepRow:
-    return StepRow(1000 * process + number, process, number, "single", 0, wall_ns, 0, 0, {})
+    return StepRow(1000 * process + number, process, number, "single", 0, wall_ns, 0, 0)
 
 
 class Ranks:
@@ -42,7 +42,7 @@ class Ranks:
         added = [
             self.groups.sync_step(
                 TallyKey(process, "single", kind, 8),
-                _row(process, number, 2 * tail_ns)._replace(kind=kind, measured={"synced": passes}, sync_number=number),
+                _row(process, number, 2 * tail_ns)._replace(kind=kind, synced=passes, sync_number=number),
                 tail_ns,
                 number,
             )

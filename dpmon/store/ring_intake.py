@@ -135,7 +135,7 @@ class RingIntake:
                 wall_ns=row.wall_ns,
                 kind=row.kind,
                 calls=len(calls),
-                samples=row.samples,
+                measured=tuple(map({"samples": row.samples}.get, MEASURED)),
                 last_call=calls[-1].call,
                 called=called,
             )
@@ -164,14 +164,21 @@ class RingIntake:
         self._count_shapes(batch, calls, kind)
         parts = [call.parts for call in calls if call.parts is not None]
         call_phases, rest_ns = _sum_call_phases(row.phases, parts)
-        measured = {"samples": row.samples, **row.counts, **row.phases, **call_phases}
+        known = {"samples": row.samples, **row.counts, **row.phases, **call_phases}
         loop = self._loops.add_step(row.step, row.batches, start_ns, end_ns, row.kind != TRAINING, evaluation_ns)
         if self._loops.changed:
             batch.loops |= {(process, changed.loop): changed for changed in self._loops.changed.values()}
             self._loops.changed.clear()
-        stored = STEPS.row(
-            *(row_id, process, row.step, mode, start_ns, row.wall_ns, kind, len(calls)),
-            *map(measured.get, MEASURED),
+        stored = StepRow(
+            id=row_id,
+            process=process,
+            step=row.step,
+            mode=mode,
+            start_ns=start_ns,
+            wall_ns=row.wall_ns,
+            kind=kind,
+            calls=len(calls),
+            measured=tuple(map(known.get, MEASURED)),
             rest_ns=rest_ns,
             device=encode_device_times(row),
             spans=encode_spans(row),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.history_rows import Resolver
@@ -16,9 +16,7 @@ from dpmon.record.schema import (
     FORWARD_ONLY,
     PHASES,
     QUANTITIES,
-    REST,
     SECOND,
-    STEP,
     STEP_PHASES,
     SYNC_NUMBER,
     TRAINING,
@@ -34,7 +32,12 @@ if TYPE_CHECKING:
     from dpmon.store.rings import RingRow
     from dpmon.store.store_queries import Store
 
-SCHEMA = """
+MEASURED = {
+    **{quantity.name: quantity.name for quantity in QUANTITIES},
+    **{phase.name: f"{phase.name}_ns" for phase in PHASES},
+}
+"""The columns of the quantities and phases (dpmon.record.schema) by name."""
+SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY, process INTEGER NOT NULL,
     step          INTEGER NOT NULL,  -- its number, from 1; 0 or less: no step of a loop, but calls alone (see Step)
@@ -42,11 +45,8 @@ CREATE TABLE IF NOT EXISTS steps (
     start_ns INTEGER NOT NULL, wall_ns INTEGER NOT NULL,
     kind          INTEGER NOT NULL,  -- flags of dpmon.record.schema
     calls         INTEGER NOT NULL,  -- the number of its calls
-    -- quantities: NULL if unknown or none
-    samples INTEGER, updates INTEGER, copied_bytes INTEGER, synced INTEGER, unsynced INTEGER,
-    -- phases: NULL if they did not run; those of calls are sums, within forward
-    data_ns INTEGER, copy_ns INTEGER, scatter_ns INTEGER, replicate_ns INTEGER, parallel_apply_ns INTEGER,
-    gather_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, sync_ns INTEGER, optimizer_ns INTEGER, other_ns INTEGER,
+    -- quantities: NULL if unknown or none. phases: NULL if they did not run; those of calls are sums, within forward
+    {" INTEGER, ".join(MEASURED.values())} INTEGER,
     rest_ns       INTEGER,           -- its forward without the phases of its calls
     device        TEXT,              -- JSON: why device times are missing, then `times` of Step; NULL: none was timed
     spans         TEXT,              -- JSON: `runs` of Step, flat; NULL: none
@@ -65,7 +65,7 @@ _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class StepRow(NamedTuple):
-    """A row of `steps`: a field for each column."""
+    """A row of `steps`."""
 
     id: int
     process: int
@@ -75,22 +75,8 @@ class StepRow(NamedTuple):
     wall_ns: int
     kind: int
     calls: int
-    samples: int | None = None
-    updates: int | None = None
-    copied_bytes: int | None = None
-    synced: int | None = None
-    unsynced: int | None = None
-    data_ns: int | None = None
-    copy_ns: int | None = None
-    scatter_ns: int | None = None
-    replicate_ns: int | None = None
-    parallel_apply_ns: int | None = None
-    gather_ns: int | None = None
-    forward_ns: int | None = None
-    backward_ns: int | None = None
-    sync_ns: int | None = None
-    optimizer_ns: int | None = None
-    other_ns: int | None = None
+    measured: tuple[int | None, ...]
+    """Its quantities and the ns of its phases, in the order of MEASURED. None: unknown, or the phase did not run."""
     rest_ns: int | None = None
     device: str | None = None
     spans: str | None = None
@@ -108,17 +94,20 @@ class StepRow(NamedTuple):
         """Its end (ns since the run's start)."""
         return self.start_ns + self.wall_ns
 
+    def measurement(self, name: str) -> int | None:
+        """Return a quantity, or the ns of a phase; None if it is unknown, or if the phase did not run."""
+        return self.measured[_MEASURED_NAMES.index(name)]
+
     @property
-    def measured(self) -> dict[str, int]:
-        """Its known quantities, and the durations (ns) of the phases that ran, by name."""
-        values = zip(MEASURED, _get_measured(self), strict=True)
-        return {name: value for name, value in values if value is not None}
+    def known(self) -> dict[str, int]:
+        """Its known quantities, and the ns of the phases that ran, by name."""
+        return {name: value for name, value in zip(MEASURED, self.measured, strict=True) if value is not None}
 
     @property
     def phases(self) -> dict[str, int]:
         """Durations (ns) of its own phases that ran, by name, without the phases of its calls."""
-        measured = self.measured
-        return {name: measured[name] for name in STEP_PHASES if name in measured}
+        known = self.known
+        return {name: known[name] for name in STEP_PHASES if name in known}
 
     @property
     def blame_weight_ns(self) -> int:
@@ -130,9 +119,9 @@ class StepRow(NamedTuple):
 
     def to_record(self, rank: int | None) -> Step:
         """Return its record."""
-        measured = self.measured
-        counts = {quantity.name: measured[quantity.name] for quantity in QUANTITIES if quantity.name in measured}
-        counts.pop("samples", None)
+        known = self.known
+        counts = {quantity.name: known[quantity.name] for quantity in QUANTITIES if quantity.name in known}
+        samples = counts.pop("samples", None)
         if self.sync_number is not None:
             counts[SYNC_NUMBER] = self.sync_number
         spans = [] if self.spans is None else json.loads(self.spans)
@@ -144,7 +133,7 @@ class StepRow(NamedTuple):
             mode=self.mode,
             start_ns=self.start_ns,
             wall_ns=self.wall_ns,
-            samples=self.samples,
+            samples=samples,
             phases=self.phases,
             counts=counts,
             runs=list(zip(spans[::3], spans[1::3], spans[2::3], strict=True)),
@@ -160,15 +149,26 @@ class StepRow(NamedTuple):
         )
 
 
-STEPS = StoreTable("steps", StepRow, SCHEMA, sent=NUMBERED)
-MEASURED = {
-    **{quantity.name: quantity.name for quantity in QUANTITIES},
-    **{phase.name: f"{phase.name}_ns" for phase in PHASES},
-}
-"""The columns of the quantities and phases (dpmon.record.schema) by name, in the order of the columns."""
-SERIES_COLUMNS = {STEP: "wall_ns", **MEASURED, REST: "rest_ns"}
-"""The columns whose values are series of tallies, by the name of the series."""
-_get_measured = attrgetter(*MEASURED.values())
+_MEASURED_NAMES = tuple(MEASURED)
+_MEASURED_AT = StepRow._fields.index("measured")
+
+
+class _StepTable(StoreTable[StepRow]):
+    """The table, with a column for each quantity and phase in place of `measured`."""
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        return (*StepRow._fields[:_MEASURED_AT], *MEASURED.values(), *StepRow._fields[_MEASURED_AT + 1 :])
+
+    def to_values(self, row: StepRow) -> tuple[Any, ...]:
+        return row[:_MEASURED_AT] + row.measured + row[_MEASURED_AT + 1 :]
+
+    def from_values(self, values: Sequence[Any]) -> StepRow:
+        end = _MEASURED_AT + len(MEASURED)
+        return StepRow._make((*values[:_MEASURED_AT], tuple(values[_MEASURED_AT:end]), *values[end:]))
+
+
+STEPS = _StepTable("steps", StepRow, SCHEMA, sent=NUMBERED)
 
 
 class LoopStep(NamedTuple):

@@ -14,9 +14,9 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import step_kind
+from dpmon.record.schema import REST, STEP, step_kind
 from dpmon.store import quantile_sketch
-from dpmon.store.steps import SERIES_COLUMNS, StepRow
+from dpmon.store.steps import MEASURED, StepRow
 from dpmon.store.table import KEPT, MAX, MIN, SKETCH, SUM, StoreTable
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey, read_keys
@@ -221,14 +221,14 @@ def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow], seq
 
 
 def _values_by_series(steps: Sequence[StepRow]) -> defaultdict[str, list[int]]:
-    """Return the values of the columns of steps by series. Series without values are left out."""
-    columns = dict(zip(StepRow._fields, zip(*steps, strict=True), strict=False))
-    values_by_series = defaultdict[str, list[int]](list)
-    for name, column in SERIES_COLUMNS.items() if steps else ():
-        values = [value for value in columns[column] if value is not None]
-        if values:
-            values_by_series[name] = values
-    return values_by_series
+    """Return the values in the columns of steps by series. Series without values are left out."""
+    columns = {
+        STEP: [step.wall_ns for step in steps],
+        **dict(zip(MEASURED, zip(*[step.measured for step in steps], strict=True), strict=False)),
+        REST: [step.rest_ns for step in steps],
+    }
+    known = ((name, [value for value in column if value is not None]) for name, column in columns.items())
+    return defaultdict(list, {name: values for name, values in known if values})
 
 
 def _series_row(width: int, start_s: int, key: int, name: str, values: Sequence[int]) -> SeriesRow:

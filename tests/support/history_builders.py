@@ -53,7 +53,7 @@ from dpmon.store.ring_intake import RingIntake
 from dpmon.store.rings import RINGS, RingRow
 from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow
-from dpmon.store.steps import STEPS, StepRow, read_called_steps, read_steps
+from dpmon.store.steps import StepRow, read_called_steps, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import SeriesStats, Tally
@@ -393,7 +393,7 @@ class StepFacts(NamedTuple):
     def row(self, start: int, key: TallyKey, row_id: Any = None) -> StepRow:
         """Return its row of the table."""
         place = row_id, key.process, self.number, key.mode, start, self.wall, key.kind, self.calls
-        return STEPS.row(*place, *self.quantities, *self.phases, rest_ns=self.rest)
+        return StepRow(*place, (*self.quantities, *self.phases), rest_ns=self.rest)
 
 
 def _tally_facts(sample: StepSample) -> StepFacts:

@@ -14,7 +14,7 @@ from dpmon.store.table import KEPT, LAST_NS, MAX, SUM, StoreTable
 from dpmon.store.time_buckets import END_S
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
     from dpmon.store.write_batch import WriteBatch
 
@@ -56,7 +56,7 @@ def add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any])
             batch.add(DEVICE_ROLLUPS, row)
 
 
-def prune_device_rollups(connection: BoundedConnection, limit_bytes: int) -> None:
+def prune_device_rollups(connection: HistoryConnection, limit_bytes: int) -> None:
     """Merge the oldest rows if there are too many, but not those of minutes whose samples still have rows."""
     first_ns = first_sample_ns(connection)
     roll_up(connection.db, DEVICE_ROLLUPS, limit_bytes, END_S if first_ns is None else first_ns // _MINUTE_NS * 60)

@@ -14,7 +14,7 @@ from dpmon.store.table import NUMBERED, StoreTable
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
 
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp")
@@ -103,13 +103,13 @@ def prune_lasting_events(db: sqlite3.Connection) -> None:
 # ------------------------------------------------------------------------------------------------ queries
 
 
-def last_sample_ns(connection: BoundedConnection) -> int | None:
+def last_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the newest sample of a device or the host; None if there is none."""
     rows = connection.rows(f"SELECT max(t_ns) FROM events WHERE {_IS_SAMPLE}")
     return next((t_ns for (t_ns,) in rows), None)
 
 
-def first_sample_ns(connection: BoundedConnection) -> int | None:
+def first_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the oldest sample of a device or the host that still has a row; None if there is none."""
     rows = connection.rows(f"SELECT t_ns FROM events WHERE {_IS_SAMPLE} AND t_ns IS NOT NULL ORDER BY id LIMIT 1")
     return next((t_ns for (t_ns,) in rows), None)

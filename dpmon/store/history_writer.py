@@ -21,10 +21,9 @@ from dpmon.store.database import (
     HISTORY_FILE,
     SCHEMA,
     SCHEMA_VERSION,
-    BoundedConnection,
+    HistoryConnection,
     check_schema,
     columns_of,
-    database_size,
     last_ids,
     version_of,
 )
@@ -79,7 +78,7 @@ class HistoryWriter:
         self.loss_thinning = LossThinning(db)
         try:
             self._page_bytes = self._read_number("PRAGMA page_size")
-            self._connection = BoundedConnection(db, self._file_bytes() if path is None else database_size(path))
+            self.connection = HistoryConnection(db)
             self._prepare(meta)
         except _ERRORS as error:
             raise HistoryError(str(error)) from None
@@ -98,12 +97,6 @@ class HistoryWriter:
         except HistoryError:
             db.close()
             raise
-
-    @property
-    def connection(self) -> BoundedConnection:
-        """The connection for queries, with limits for the current size of the database."""
-        self._connection.set_size(self._file_bytes())
-        return self._connection
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         execute = self._db.execute
@@ -134,9 +127,7 @@ class HistoryWriter:
 
         If it raises HistoryError, nothing was written.
         """
-        self._connection.reset_instruction_count()
         try:
-            self._connection.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("UPDATE meta SET value = value + 1 WHERE key = 'seq'")
             write(self._read_number("SELECT value FROM meta WHERE key = 'seq'"))
@@ -231,7 +222,7 @@ class HistoryWriter:
 
     def _prune_sums(self) -> None:
         """Limit the sums and lasting events, which could fill the database in runs of many days or many processes."""
-        prune_device_rollups(self._connection, self._limit)
+        prune_device_rollups(self.connection, self._limit)
         roll_up(self._db, COLLECTIVE_SUMS, self._limit)
         prune_buckets(self._db, self._limit)
         prune_gaps(self._db)

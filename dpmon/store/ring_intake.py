@@ -43,7 +43,7 @@ from dpmon.store.tally_tables import replica_series, stage_series
 from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 BATCH_SIZES = 16
 """How many batch sizes of a process have tallies of their own. Further sizes share OTHER_SIZES."""
@@ -70,7 +70,7 @@ class RingIntake:
         """Whether steps of other kinds than training ran since the last sync pass. Rollouts count as training."""
         self._loops = LoaderLoopTracker(row.process)
 
-    def resume(self, connection: BoundedConnection) -> None:
+    def resume(self, connection: HistoryConnection) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         last_step = read_last_step(connection, self.row)
         if last_step is not None:

@@ -28,7 +28,7 @@ from dpmon.store.tally_keys import read_keys
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
     from dpmon.store.rings import RingRow
     from dpmon.store.store_queries import Store
 
@@ -244,7 +244,7 @@ def encode_device_times(step: Step) -> str | None:
 # ------------------------------------------------------------------------------------------------ a process's rows
 
 
-def read_last_step(connection: BoundedConnection, ring: RingRow) -> StepRow | None:
+def read_last_step(connection: HistoryConnection, ring: RingRow) -> StepRow | None:
     """Return the last step of a ring; None if it has none. Raises HistoryError."""
     condition = "WHERE process = ? AND step > 0 AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
     values = ring.process, ring.first_id, ring.last_id

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpmon.record.history_rows import Defined, Resolver
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, SECOND, STEP_KINDS, TRAINING
-from dpmon.store.database import BoundedConnection
+from dpmon.store.database import HistoryConnection
 from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.rings import RINGS
 from dpmon.store.table import LAST_NS, Parameters
@@ -29,7 +29,7 @@ class Store:
     After `as_of`, methods that return the newest rows leave out later ones.
     """
 
-    def __init__(self, connection: BoundedConnection, unread_count: int = 0) -> None:
+    def __init__(self, connection: HistoryConnection, unread_count: int = 0) -> None:
         """`connection`: in a transaction, so that all queries see the same state of the database.
 
         `unread_count`: how many records are not in the history yet, and no supervisor is writing them.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 RowT = TypeVar("RowT")
 Parameters = Sequence[Any] | Mapping[str, Any]
@@ -97,7 +97,7 @@ class StoreTable(Generic[RowT]):
         """Write rows."""
         db.executemany(self.insert_sql, map(self.to_values, rows))
 
-    def select(self, connection: BoundedConnection, condition: str = "", values: Parameters = ()) -> Iterator[RowT]:
+    def select(self, connection: HistoryConnection, condition: str = "", values: Parameters = ()) -> Iterator[RowT]:
         """Yield the rows of a query. `condition`: what follows the name of the table. Raises HistoryError."""
         for row in connection.rows(f"SELECT {self.column_list} FROM {self.name} {condition}", values):
             yield self.from_values(row)

@@ -16,7 +16,7 @@ from dpmon.store.table import StoreTable
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS widths (
@@ -118,7 +118,7 @@ def starts_query(buckets: Iterable[tuple[int, int, int]]) -> str:
 class TimeBuckets:
     """The time buckets of a history, for its readers."""
 
-    def __init__(self, connection: BoundedConnection) -> None:
+    def __init__(self, connection: HistoryConnection) -> None:
         self.made_until = dict.fromkeys(WIDTHS, 0)
         """The second up to which the buckets of a width exist, by width."""
         self.deleted_until = dict.fromkeys(WIDTHS, 0)

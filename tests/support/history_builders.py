@@ -42,7 +42,7 @@ from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
 from dpmon.store.activity_times import read_times
-from dpmon.store.database import HISTORY_FILE, LARGEST, BoundedConnection
+from dpmon.store.database import HISTORY_FILE, HistoryConnection
 from dpmon.store.events import read_events
 from dpmon.store.gaps import read_gaps
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
@@ -507,7 +507,7 @@ def series_stats(values: Sequence[int]) -> SeriesStats:
 
 def open_unlimited_store(db: sqlite3.Connection) -> Store:
     """Return the store of a history without a limit on reading."""
-    return Store(BoundedConnection(db, LARGEST))
+    return Store(HistoryConnection(db))
 
 
 @contextmanager

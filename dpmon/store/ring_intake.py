@@ -94,7 +94,7 @@ class RingIntake:
             batch.add(LOSSES, row)
         else:
             text = json.dumps(row.value, separators=(",", ":"))
-            batch.add(DEFINITIONS, DefinitionRow(process, row.number, text), text)
+            batch.add(DEFINITIONS, DefinitionRow(process, row.number, text))
             return False
         return True
 
@@ -139,7 +139,7 @@ class RingIntake:
                 last_call=calls[-1].call,
                 called=called,
             )
-            batch.add(STEPS, stored, called)
+            batch.add(STEPS, stored)
         self.row.last_id = row_id
         if self.row.first_id is None:
             self.row.first_id = row_id
@@ -251,8 +251,7 @@ class RingIntake:
         self._accounts.handle_event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
             add_sample(batch, t_ns, kind, data)
-        text = event_to_json(event)
-        batch.add(EVENTS, EventRow(event_id, process, kind, t_ns, text), text)
+        batch.add(EVENTS, EventRow(event_id, process, kind, t_ns, event_to_json(event)))
 
 
 def _series_of(row: CallRow) -> list[tuple[str, int]]:

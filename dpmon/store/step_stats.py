@@ -17,7 +17,7 @@ a number has the same digits everywhere.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -210,23 +210,6 @@ def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
 # ------------------------------------------------------------------------------------------------ rates
 
 
-def elapsed_by_process(
-    rows: Iterable[TimeRow], mode: str, kind: int, between: Collection[str]
-) -> dict[int, tuple[int, int]]:
-    """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
-
-    `between`: the activities between these steps, which the whole includes.
-    """
-    elapsed: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for row in rows:
-        if row.mode != mode:
-            continue
-        within = row.spent[STEP_KINDS[kind]]
-        elapsed[row.process][0] += within + sum(row.spent[name] for name in between)
-        elapsed[row.process][1] += within
-    return {process: (whole, within) for process, (whole, within) in elapsed.items() if whole > 0}
-
-
 def compute_rate(
     tallies: Mapping[int, Tally],
     times: Mapping[int, tuple[int, int]],
@@ -236,9 +219,9 @@ def compute_rate(
 ) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies`, `times` (see `elapsed_by_process`) and `ranks` are by process. The samples of processes that train at the
-    same time add up, but their steps do not. The step rate is that of the slowest rank, for which the others wait; of
-    processes without ranks, it is their mean. `together`: the number of processes that each of these stands for, if
+    `tallies`, `times` (see `StatsWindow.elapsed`) and `ranks` are by process. The samples of processes that train at
+    the same time add up, but their steps do not. The step rate is that of the slowest rank, for which the others wait;
+    of processes without ranks, it is their mean. `together`: the number of processes that each of these stands for, if
     they are known to train at the same time; else 0.
     """
     active: list[Tally] = []
@@ -305,8 +288,8 @@ class StatsWindow:
         self.main_kind = store.main_kind
         """The kind of steps that describes the run: see `Store.main_kind`."""
         self._all_modes = {mode for mode, _ in store.mode_kinds}
-        self._elapsed_by_mode: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
-        self._rates: dict[tuple[str, int], Rate | None] = {}
+        self._elapsed: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
+        self._rates: dict[tuple[str | None, int, int | None], Rate | None] = {}
 
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
@@ -383,15 +366,14 @@ class StatsWindow:
         kind = self.main_kind if kind is None else kind
         return merge_mode_tallies(tallies, mode, kind, without_warmup=without_warmup, batch=batch)
 
-    def mode_rate(self, mode: str, kind: int) -> Rate | None:
-        """Return the rate of all processes in a mode."""
-        if (mode, kind) not in self._rates:
-            self._rates[mode, kind] = self.rate(mode, kind)
-        return self._rates[mode, kind]
-
     def rate(self, mode: str | None = None, kind: int | None = None, process: int | None = None) -> Rate | None:
         """Return the rate of a mode, or of all modes together if `mode` is None; None if no time has passed."""
-        kind = self.main_kind if kind is None else kind
+        key = mode, self.main_kind if kind is None else kind, process
+        if key not in self._rates:
+            self._rates[key] = self._compute_rate(*key)
+        return self._rates[key]
+
+    def _compute_rate(self, mode: str | None, kind: int, process: int | None) -> Rate | None:
         processes = self.processes if process is None else [process]
         tallies: dict[int, Tally] = {}
         times = dict.fromkeys(processes, (0, 0))
@@ -406,24 +388,26 @@ class StatsWindow:
         return compute_rate(tallies, times, self.ranks)
 
     def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
-        """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
-        elapsed = self._elapsed_by_mode.get((mode, kind))
-        if elapsed is None:
-            between = self._store.between_activities if kind == self.main_kind else ()
-            elapsed = elapsed_by_process(self.times, mode, kind, between)
-            self._elapsed_by_mode[mode, kind] = elapsed
-        return elapsed
+        """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
 
-    @cached_property
-    def _common_rate(self) -> Rate | None:
-        return self.rate()
+        The whole includes the time between steps of the main kind.
+        """
+        if (mode, kind) not in self._elapsed:
+            between = self._store.between_activities if kind == self.main_kind else ()
+            whole, within = Counter[int](), Counter[int]()
+            for row in self.times:
+                if row.mode == mode:
+                    within[row.process] += row.spent[STEP_KINDS[kind]]
+                    whole[row.process] += sum(row.spent[name] for name in (STEP_KINDS[kind], *between))
+            self._elapsed[mode, kind] = {process: (ns, within[process]) for process, ns in whole.items() if ns > 0}
+        return self._elapsed[mode, kind]
 
     def process_totals(self, process: int) -> tuple[Tally, Rate | None]:
         """Return the tally and the rate of a process over all modes, without steps of other kinds.
 
         The step rate of a rank is that of the slowest rank.
         """
-        merged, common = Tally(), self._common_rate
+        merged, common = Tally(), self.rate()
         for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
         if common is None or self.ranks.get(process) is None:

@@ -23,9 +23,7 @@ from dpmon.record.schema import (
     WARM_UP,
     step_kind,
 )
-from dpmon.store.table import LAST_NS, NUMBERED, StoreTable
-from dpmon.store.tally_keys import read_keys
-from dpmon.store.time_buckets import WIDTHS
+from dpmon.store.table import NUMBERED, StoreTable
 
 if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection
@@ -291,11 +289,10 @@ def read_steps(store: Store, limit: int, *, process: int | None = None, main_onl
 
     `main_only`: only those of the main kind that statistics include, among the newest steps.
     """
-    last_id = LAST_NS if process is None else store.last_id(process)
+    last_id = store.newest_step_id if process is None else store.last_id(process)
     condition = "WHERE id <= ? AND step > 0 AND process = ifnull(?, process)"
     if main_only:
-        newest_id = min(last_id, _newest_id(store))
-        condition += f" AND id > {newest_id - _NEWEST_IDS_SEARCHED} AND {_kind_condition(store.main_kind, EXCLUDED)}"
+        condition += f" AND id > {last_id - _NEWEST_IDS_SEARCHED} AND {_kind_condition(store.main_kind, EXCLUDED)}"
     rows = STEPS.select(store.connection, f"{condition} ORDER BY id DESC LIMIT ?", (last_id, process, limit))
     return [row.to_record(store.ranks.get(row.process)) for row in rows]
 
@@ -323,7 +320,7 @@ def resolve_call(store: Store, step: Step, row: CallRow) -> Call | None:
 
 def find_last_main_step(store: Store, process: int) -> StepRow | None:
     """Return the last step of the main kind among a process's newest steps; None if there is none."""
-    last_id = min(store.last_id(process), _newest_id(store))
+    last_id = store.last_id(process)
     condition = f"process = ? AND step > 0 AND id BETWEEN ? AND ? AND {_kind_condition(store.main_kind)}"
     values = process, last_id - _NEWEST_IDS_SEARCHED, last_id
     return next(STEPS.select(store.connection, f"WHERE {condition} ORDER BY id DESC LIMIT 1", values), None)
@@ -352,21 +349,15 @@ def find_next_step_ns(store: Store, process: int, after_ns: int) -> int | None:
 
     If rows were deleted, the result may be the start of a later step.
     """
-    keys = ", ".join(map(str, read_keys(store.connection, [process])))
-    query = (
-        f"SELECT first_ns FROM tallies WHERE width = ? AND start_s >= ? AND key IN ({keys}) AND first_ns >= ?"
-        " ORDER BY start_s, first_ns LIMIT 1"
-    )
-    query_steps = "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
-    rows = store.query(query_steps, (process, after_ns))
-    for width in WIDTHS:
-        rows += store.query(query, (width, after_ns // SECOND // width * width, after_ns))
-    return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
+    query = "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
+    start_ns: int | None
+    ((start_ns,),) = store.query(query, (process, after_ns))
+    return start_ns
 
 
 def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int, interval: int = 1) -> list[LoopStep]:
     """Return every `interval`-th step of some loader loops, among the newest rows, the newest first."""
-    last_id = min(store.last_id(process), _newest_id(store))
+    last_id = store.last_id(process)
     query = (
         f"SELECT {', '.join(LoopStep._fields)} FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
         f" AND loop IN ({', '.join('?' * len(loops))}) AND loop_batch IS NOT NULL AND step % ? = 0"
@@ -374,10 +365,6 @@ def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int
     )
     values = process, last_id - _NEWEST_IDS_SEARCHED, last_id, *loops, interval, limit
     return list(map(LoopStep._make, store.query(query, values)))
-
-
-def _newest_id(store: Store) -> int:
-    return next((step_id or 0 for (step_id,) in store.query("SELECT max(id) FROM steps")), 0)
 
 
 # ------------------------------------------------------------------------------------------------ long steps, waits
@@ -392,7 +379,7 @@ def read_longest_steps(
     may have waited for steps of another kind. `newest_only`: only among the newest rows.
     """
     compared = "(wait_ns IS NULL OR exposed_ns IS NOT NULL)" if process is None else "TRUE"
-    last_id = min(LAST_NS if process is None else store.last_id(process), _newest_id(store))
+    last_id = store.newest_step_id if process is None else store.last_id(process)
     query = (
         "SELECT id, wall_ns FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
         f" AND mode = ? AND {_in_stats_condition(store.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"

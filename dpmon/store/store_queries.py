@@ -150,11 +150,16 @@ class Store:
         if last_id is None:
             ring = self.rings.get(process)
             last_id = 0 if ring is None else ring.last_id
-            last_id = LAST_NS if last_id is None else last_id
+            last_id = self.newest_step_id if last_id is None else last_id
             if self.until_ns != LAST_NS:
                 last_id = self._find_last_id(process, self.first_id(process), last_id)
             self._last_ids[process] = last_id
         return last_id
+
+    @cached_property
+    def newest_step_id(self) -> int:
+        """The highest id of a step, of all processes as of now; 0 if there is none."""
+        return next(step_id or 0 for (step_id,) in self.query("SELECT max(id) FROM steps"))
 
     def _find_last_id(self, process: int, low_id: int, high_id: int) -> int:
         """Return the highest id of a process's steps that ended by `until_ns`; `low_id` - 1 if there is none.
@@ -168,7 +173,7 @@ class Store:
         # Start where another process's row was found: the rows of one time have similar ids.
         middle_id = self._last_found_id or (low_id + high_id) // 2
         while low_id <= high_id:
-            middle_id = min(max(middle_id, low_id), high_id, LAST_NS - 1)
+            middle_id = min(max(middle_id, low_id), high_id)
             rows_below = self.query(query.format("DESC"), (self.until_ns, process, low_id, middle_id))
             rows_above = self.query(query.format(""), (self.until_ns, process, middle_id + 1, high_id))
             rows = (*rows_below, *rows_above)

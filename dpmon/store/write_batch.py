@@ -24,8 +24,6 @@ class WriteBatch:
 
     rows: dict[StoreTable[Any], list[Any]] = field(default_factory=lambda: defaultdict(list))
     """By table."""
-    characters: int = 0
-    """Characters of text in the rows."""
     steps_by_tally: dict[tuple[int, TallyKey], SecondOfSteps] = field(
         default_factory=lambda: defaultdict(SecondOfSteps)
     )
@@ -46,16 +44,13 @@ class WriteBatch:
         """The number of rows."""
         return sum(map(len, self.rows.values()))
 
-    def add(self, table: StoreTable[RowT], row: RowT, *texts: str | None) -> None:
-        """Add a row. `texts`: its longer texts."""
+    def add(self, table: StoreTable[RowT], row: RowT) -> None:
+        """Add a row."""
         self.rows[table].append(row)
-        for text in texts:
-            if text is not None:
-                self.characters += len(text)
 
     def add_step(self, key: TallyKey, row: StepRow, series: Iterable[tuple[str, int]]) -> None:
         """Add a step, also to its tally. `series`: values of further series."""
-        self.add(STEPS, row, row.called, row.spans, row.device)
+        self.add(STEPS, row)
         second_of_steps = self.steps_by_tally[row.end_ns // SECOND, key]
         second_of_steps.rows.append(row)
         second_of_steps.series += series

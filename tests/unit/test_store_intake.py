@@ -15,7 +15,6 @@ from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import CallRow, Event, Step
 from dpmon.record.schema import EVALUATION, EXCLUDED, MIXED_MODES, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
 from dpmon.store.database import HISTORY_FILE
-from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.gaps import GAPS
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
@@ -299,15 +298,3 @@ def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:
     assert len(sizes) <= SHAPES + 2
     assert sizes["[0,0,[0,0],[0,0]]"] == 50
     assert sizes.total() == SHAPES + 50
-
-
-def test_the_batch_counts_the_text_of_large_rows() -> None:
-    """While the history cannot be written, the batch is held up to a size in memory."""
-    ring = Ring()
-    ring.add(Definition(1, [[f"0.key{number}", [64, 128, number], "float32", 32768] for number in range(2000)]))
-    (definition,) = ring.batch.rows[DEFINITIONS]
-    assert ring.batch.characters == len(definition.value) > 50_000
-    before = ring.batch.characters
-    spans = [(0, number * 60_000, 50_000) for number in range(256)]
-    ring.add(Step(0, None, 1, DP, SECOND, 20 * MS, 8, {"forward": 5 * MS, "other": 15 * MS}, runs=spans))
-    assert ring.batch.characters - before > 2_000

@@ -74,13 +74,6 @@ def read_device_minutes(store: Store) -> list[DeviceRollup]:
 
 def read_host_memory(store: Store, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
     """Return (start in ns, peak host memory of the run's processes in bytes) of each minute between two times."""
-    query = (
-        "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
-        " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
-        " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
-    )
-    start_s, end_s = -(-start_ns // _MINUTE_NS) * 60, min(end_ns, store.until_ns) // SECOND
-    if start_s >= end_s:
-        return []
-    rows = store.query(query, {"begin": start_s, "end": end_s, "host": HOST})
-    return [(minute_s * SECOND, int(peak_bytes)) for minute_s, peak_bytes in rows]
+    condition = "WHERE start_s >= ? AND start_s < ? AND device = ? AND name = 'run_mem_bytes' ORDER BY start_s"
+    values = -(-start_ns // SECOND), min(end_ns, store.until_ns) // SECOND, HOST
+    return [(row.start_s * SECOND, int(row.high)) for row in DEVICE_ROLLUPS.select(store.connection, condition, values)]

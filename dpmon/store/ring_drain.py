@@ -140,10 +140,6 @@ class RingDrain:
                 break
         self._write(now_s)
 
-    def recorded_warnings(self) -> list[str]:
-        """Return the texts of the warnings in the history."""
-        return [str(data.get("text")) for data in self._events("warning")]
-
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start); None if none."""
         with suppress(HistoryError):
@@ -162,17 +158,13 @@ class RingDrain:
 
     def gpus(self) -> list[Mapping[str, Any]]:
         """Return the newest sample of each GPU."""
-        return list({data.get("index"): data for data in self._events("device", limit=64)}.values())
+        return list({data.get("index"): data for data in self.recorded_events("device", limit=64)}.values())
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last `stall` event; None if there is none."""
-        return next(iter(self._events("stall", limit=1)), None)
+        return next(iter(self.recorded_events("stall", limit=1)), None)
 
-    def has_exit_record(self) -> bool:
-        """Return whether the history records the end of the command."""
-        return bool(self._events("exit", limit=1))
-
-    def _events(self, kind: str, limit: int = -1) -> list[Mapping[str, Any]]:
+    def recorded_events(self, kind: str, limit: int = -1) -> list[Mapping[str, Any]]:
         """Return the data of the newest events of a kind, in order; none if the history cannot be read."""
         with suppress(HistoryError):
             if self._history is not None:

@@ -142,19 +142,19 @@ def quantities_to_json(counted: Counted) -> dict[str, dict[str, int]]:
 
 def merge_mode_tallies(
     tallies: Mapping[TallyKey, Tally],
-    mode: str,
+    mode: str | None,
     kind: int,
     *,
     without_warmup: bool = False,
     batch: int | None = None,
 ) -> Tally:
-    """Return the tally of the steps of one mode and kind.
+    """Return the tally of the steps of one kind in a mode, or in all modes if `mode` is None.
 
     `without_warmup`: without warm-up steps. `batch`: only this batch size.
     """
     merged = Tally()
     for key, tally in tallies.items():
-        if key.mode != mode or step_kind(key.kind) != kind:
+        if mode not in (None, key.mode) or step_kind(key.kind) != kind:
             continue
         if not (without_warmup and key.kind & WARM_UP) and (batch is None or key.batch == batch):
             merged.merge(tally)
@@ -288,7 +288,7 @@ class StatsWindow:
         self.main_kind = store.main_kind
         """The kind of steps that describes the run: see `Store.main_kind`."""
         self._all_modes = {mode for mode, _ in store.mode_kinds}
-        self._elapsed: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
+        self._elapsed: dict[tuple[str | None, int], dict[int, tuple[int, int]]] = {}
         self._rates: dict[tuple[str | None, int, int | None], Rate | None] = {}
 
     @cached_property
@@ -354,14 +354,14 @@ class StatsWindow:
 
     def tally(
         self,
-        mode: str,
+        mode: str | None,
         kind: int | None = None,
         process: int | None = None,
         *,
         without_warmup: bool = False,
         batch: int | None = None,
     ) -> Tally:
-        """Return the tally of a mode's steps. Parameters as in `merge_mode_tallies`."""
+        """Return the tally of a mode's steps, or of all modes together. Parameters as in `merge_mode_tallies`."""
         tallies = self.tallies if process is None else self.tallies_by_process.get(process, {})
         kind = self.main_kind if kind is None else kind
         return merge_mode_tallies(tallies, mode, kind, without_warmup=without_warmup, batch=batch)
@@ -375,28 +375,20 @@ class StatsWindow:
 
     def _compute_rate(self, mode: str | None, kind: int, process: int | None) -> Rate | None:
         processes = self.processes if process is None else [process]
-        tallies: dict[int, Tally] = {}
-        times = dict.fromkeys(processes, (0, 0))
-        for step_mode in self._all_modes if mode is None else [mode]:
-            elapsed = self.elapsed(step_mode, kind)
-            for index in processes:
-                mode_tally = self.tally(step_mode, kind, index)
-                if tallies.setdefault(index, mode_tally) is not mode_tally:
-                    tallies[index].merge(mode_tally)
-                (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
-                times[index] = whole + more_whole, within + more_within
-        return compute_rate(tallies, times, self.ranks)
+        tallies = {number: self.tally(mode, kind, number) for number in processes}
+        return compute_rate(tallies, self.elapsed(mode, kind), self.ranks)
 
-    def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
+    def elapsed(self, mode: str | None, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
 
-        The whole includes the time between steps of the main kind.
+        `mode`: None for all modes. The whole includes the time between steps of the main kind.
         """
         if (mode, kind) not in self._elapsed:
             between = self._store.between_activities if kind == self.main_kind else ()
+            modes = self._all_modes if mode is None else {mode}
             whole, within = Counter[int](), Counter[int]()
             for row in self.times:
-                if row.mode == mode:
+                if row.mode in modes:
                     within[row.process] += row.spent[STEP_KINDS[kind]]
                     whole[row.process] += sum(row.spent[name] for name in (STEP_KINDS[kind], *between))
             self._elapsed[mode, kind] = {process: (ns, within[process]) for process, ns in whole.items() if ns > 0}
@@ -407,9 +399,7 @@ class StatsWindow:
 
         The step rate of a rank is that of the slowest rank.
         """
-        merged, common = Tally(), self.rate()
-        for mode in self._all_modes:
-            merged.merge(self.tally(mode, process=process))
+        merged, common = self.tally(None, process=process), self.rate()
         if common is None or self.ranks.get(process) is None:
             return merged, self.rate(process=process)
         whole, within = (round(merged.steps * 1e9 / rate) for rate in (common.steps_per_s, common.steps_per_s_within))

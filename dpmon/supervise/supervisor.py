@@ -301,7 +301,7 @@ class Supervisor:
     def _catch_up(self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
-        self._recorded_warnings = set(drain.recorded_warnings())
+        self._recorded_warnings = {data["text"] for data in drain.recorded_events("warning")}
         # The notifier of the killed supervisor may still run.
         has_event_command, has_metrics = is_locked(self._directory, EVENTS_FILE), self._metrics_file is not None
         for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):
@@ -343,7 +343,7 @@ class Supervisor:
         drain.flush(command_ended=True)
         data = {"status": exit_info.status, "signal": exit_info.signal, "t_s": exit_info.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(exit_info, name)) is not None}
-        if not drain.has_exit_record():  # otherwise, a supervisor that was killed later has recorded it
+        if not drain.recorded_events("exit"):  # otherwise, a supervisor that was killed later has recorded it
             drain.emit("exit", data)
         drain.flush()
         if metrics is not None:

@@ -68,20 +68,14 @@ class HistoryWriter:
     def __init__(
         self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
     ) -> None:
-        """`db`: a history or an empty database. `path`: its file; None if it is in memory, and the caller closes it.
-
-        Raises HistoryError.
-        """
+        """`db`: a history or an empty database. `path`: its file; None if it is in memory, and the caller closes it."""
         self._limit = limit_bytes
         self._path = path
         self._db = db
         self.loss_thinning = LossThinning(db)
-        try:
-            self._page_bytes = self._read_number("PRAGMA page_size")
-            self.connection = HistoryConnection(db)
-            self._prepare(meta)
-        except _ERRORS as error:
-            raise HistoryError(str(error)) from None
+        self._page_bytes = self._read_number("PRAGMA page_size")
+        self.connection = HistoryConnection(db)
+        self._prepare(meta)
 
     @classmethod
     def open(cls, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> HistoryWriter:
@@ -90,13 +84,13 @@ class HistoryWriter:
         try:
             check_database(path, written=True)
             db = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
-        except (sqlite3.Error, OSError) as error:
+            try:
+                return cls(db, meta, limit_bytes, path)
+            except BaseException:
+                db.close()
+                raise
+        except _ERRORS as error:
             raise HistoryError(str(error)) from None
-        try:
-            return cls(db, meta, limit_bytes, path)
-        except HistoryError:
-            db.close()
-            raise
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         execute = self._db.execute

@@ -189,8 +189,6 @@ def compute_step_stats(mode: str, *, tally: Tally, rate: Rate | None, kind: int 
 
 
 def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
-    if name not in tally.stats:
-        return PhaseStats(name, 0, None, None, None, None)
     series_stats, device_stats = tally.stat(name), tally.stat(device_series(name))
     share = series_stats.total / step_total if series_stats.count and step_total else None
     mean_device_ns = device_stats.mean

@@ -245,8 +245,6 @@ class TimeAccount:
 
     def _step_intervals(self, activity: str, mode: str, start_ns: int, end_ns: int) -> list[ActivityInterval]:
         """Return the intervals of a step: its input waits, and the time between them."""
-        if not self._interruptions:
-            return self._make_interval(activity, mode, start_ns, end_ns)
         input_waits = [(name, start, end) for name, start, end in self._interruptions if name == "input"]
         return self._split_interval(activity, mode, start_ns, end_ns, input_waits)
 

@@ -323,19 +323,6 @@ def test_a_damaged_history_is_warned_of_once(run: SupervisedRun) -> None:
     assert ["the history cannot be written" in text for text in run.warnings] == [True]
 
 
-def test_a_ring_that_is_truncated_gives_what_was_read(run: SupervisedRun, children: Children) -> None:
-    writer = children.start(*WRITE_SPANS, run.ring())
-    time.sleep(0.1)
-    run.look()
-    children.kill(writer)
-    before = run.steps()
-    os.truncate(run.ring(), 5000)
-    run.end()
-    assert run.steps()[: len(before)] == before
-    assert 0 <= len(run.steps()) - len(before) <= 1
-    assert run.rows("SELECT ended FROM rings") == [(1,)]
-
-
 def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: SupervisedRun) -> None:
     """Numbers continue, and no event occurs twice."""
     training = SpanTraining(run.ring(), slots=256)

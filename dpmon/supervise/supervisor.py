@@ -7,6 +7,7 @@ unchanged if the supervisor stops.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import shutil
@@ -69,6 +70,8 @@ MAX_MEMORY_HISTORY_BYTES = 32 << 20
 MAX_DRAIN_WAIT_S = 0.05
 """Longest wait between two reads of the rings. With dpmon.store.ring_drain.COMMIT_S, it limits how long a record takes
 to reach the history. At 100,000 spans per second, a ring is full in 0.3 s, so it must be read more often."""
+COLLECTION_THRESHOLD = 100_000
+"""How many new objects start a garbage collection. Rows create many objects, but no reference cycles."""
 CHECK_INTERVAL_S = 0.2
 """Time between two checks of things that rarely change."""
 SEARCH_INTERVAL_S = 5.0
@@ -383,6 +386,7 @@ def _inherited_descriptors() -> list[int]:
 
 def main(directory: str, argument: str) -> None:
     """Supervise the run in `directory`. `argument`: TAKE_OVER, or the descriptor with the run's lock."""
+    gc.set_threshold(COLLECTION_THRESHOLD)
     try:
         supervisor = Supervisor(Path(directory))
         if argument == TAKE_OVER:

@@ -52,8 +52,8 @@ class CrossNodeWaits:
         for row in steps:
             if row.sync_number is None or not self._spans_nodes(node, row.process):
                 continue
-            tail_ns = row.measured.get("sync") if row.device is None else sync_device_ns(json.loads(row.device)[1:])
-            key = TallyKey(row.process, row.mode, row.kind, row.measured.get("samples", NO_SAMPLES))
+            tail_ns = row.measurement("sync") if row.device is None else sync_device_ns(json.loads(row.device)[1:])
+            key = TallyKey(row.process, row.mode, row.kind, row.known.get("samples", NO_SAMPLES))
             if self._keys.find(key) is None:
                 key = key._replace(batch=OTHER_SIZES)
             if self._keys.find(key) is not None:

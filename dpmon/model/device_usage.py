@@ -17,8 +17,9 @@ from dpmon.record.record_specs import RECORDS
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.store.device_rollups import DeviceRollup, read_host_memory
-from dpmon.store.events import ChartSample, read_chart_samples, read_memory, read_sample
+from dpmon.store.events import ChartSample, read_chart_samples, read_newest_memory, read_sample
 from dpmon.store.node_table import NODE_DEVICES
+from dpmon.store.table import LAST_NS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -148,9 +149,9 @@ def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> d
     """
     peaks_by_mode: dict[str, dict[str, Peak]] = {}
     for index, period in list(enumerate(periods))[-_VISITS:]:
-        end_ns = periods[index + 1].begin_ns if index + 1 < len(periods) else None
+        end_ns = periods[index + 1].begin_ns if index + 1 < len(periods) else LAST_NS
         is_only_mode = len({earlier.mode for earlier in periods[: index + 1]}) == 1
-        event = read_memory(store, process, end_ns)
+        event = read_newest_memory(store, [process], end_ns).get(process)
         listed = event.data.get("devices") if event is not None else None
         peaks = peaks_by_mode.setdefault(period.mode, {})
         for device in listed if isinstance(listed, list) else ():

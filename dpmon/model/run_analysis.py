@@ -259,7 +259,7 @@ class RunAnalysis:
         return replace(whole, settled=settled)
 
     def _mode(self, mode: str, kind: int, process: int, tally: Tally) -> ModeStats:
-        stats = compute_step_stats(mode, tally=tally, rate=self.window.mode_rate(mode, kind), kind=kind)
+        stats = compute_step_stats(mode, tally=tally, rate=self.window.rate(mode, kind), kind=kind)
         phases = {phase.name: phase for phase in stats.phases if phase.ran}
         ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeStats(

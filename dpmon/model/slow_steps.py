@@ -128,7 +128,8 @@ class SlowStepCache:
 def _slow_step(
     store: Store, row: StepRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
 ) -> SlowStep:
-    times = {phase.name: row.measured[phase.name] for phase in PHASES if phase.name in row.measured}
+    known = row.known
+    times = {phase.name: known[phase.name] for phase in PHASES if phase.name in known}
     if "forward" in times:
         times[REST] = times.pop("forward") - sum(times.get(phase.name, 0) for phase in PHASES if phase.of_call)
     excess = {name: time_ns - medians.get(name, 0.0) for name, time_ns in times.items()}

@@ -104,11 +104,6 @@ def add_collective(batch: WriteBatch, row: CollectiveRow) -> None:
     batch.add(COLLECTIVE_SUMS, CollectiveSumRow(second, row.process, row.definition, 1, row.quantity))
 
 
-def resolve_collective(store: Store, row: CollectiveRow) -> Collective | Sampled | None:
-    """Return the record of a collective or a sample; None if its definition is lost."""
-    return store.resolver(row.process).collective(row)
-
-
 def read_last_sample(store: Store, process: int, start_ns: int) -> LastSample | None:
     """Return the newest sampled step of a process that began at or after `start_ns`, with its first collectives.
 
@@ -117,13 +112,14 @@ def read_last_sample(store: Store, process: int, start_ns: int) -> LastSample | 
     condition = "WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition {} 0 ORDER BY start_ns {} LIMIT ?"
     values = start_ns, store.until_ns, process, 1
     samples = COLLECTIVES.select(store.connection, condition.format("=", "DESC"), values)
-    sample = next((resolve_collective(store, row) for row in samples), None)
+    resolver = store.resolver(process)
+    sample = next((resolver.collective(row) for row in samples), None)
     if not isinstance(sample, Sampled):
         return None
     end_ns = min(sample.start_ns + sample.wall_ns, store.until_ns)
     values = sample.start_ns, end_ns, process, MAX_DRAWN_COLLECTIVES
     rows = COLLECTIVES.select(store.connection, condition.format(">", ""), values)
-    records = [resolve_collective(store, row) for row in rows]
+    records = map(resolver.collective, rows)
     collectives = tuple(record for record in records if isinstance(record, Collective))
     return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
 
@@ -163,6 +159,6 @@ def read_collective_sums(
         f"WHERE {_OWN} AND start_ns >= ? AND start_ns < ?{of_processes} ORDER BY start_ns DESC LIMIT ?",
         (start_ns, end_ns, MAX_OWN_COLLECTIVES),
     )
-    own_records = [resolve_collective(store, row) for row in own_rows]
+    own_records = (store.resolver(row.process).collective(row) for row in own_rows)
     own = {record.operation for record in own_records if isinstance(record, Collective)}
     return CollectiveSums(tuple(operations), samples, reason, tuple(sorted(own)))

@@ -62,59 +62,30 @@ SCHEMA_VERSION = 1000 * _VERSION + crc32(STEPS.column_list.encode()) % 1000
 sqlite3.register_adapter(type(None), dict[None, None]().get)
 sqlite3.register_adapter(bytes, bytes)
 
-_CHECK_INTERVAL = 100_000
-"""Instructions of SQLite's virtual machine between two checks."""
-_MAX_WRITE_INSTRUCTIONS = 1 << 32
-"""More instructions than any batch needs, even a batch with the records of a long time."""
-LARGEST = 1 << 30
-"""The limits of queries do not grow beyond this size of a database (bytes)."""
-_MIN_ROW_BYTES = 8
-"""Fewest bytes of a row: its position in the page, its length and its id."""
 _MAX_VALUE_BYTES = 64 << 20
+"""Most bytes of a value that are read: a damaged database can name any length."""
 _FAILURES = (sqlite3.Error, OverflowError, MemoryError)
 DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError)
 """What reading a damaged history raises."""
-_CHUNK = 200
-"""Number of rows that are read together."""
 
 
-class BoundedConnection:
-    """A connection to a history. A damaged tree can have endless rows, so each query has a limit of rows and work."""
+class HistoryConnection:
+    """A connection to a history, for queries."""
 
-    def __init__(self, db: sqlite3.Connection, size: int) -> None:
-        """Limit the queries of `db`, a database of `size` bytes, and keep its schema from running functions."""
+    def __init__(self, db: sqlite3.Connection) -> None:
+        """Bound the values that `db` reads, and keep its schema from running functions."""
         self.db = db
-        self.set_size(size)
-        self._checks = 0
-        db.set_progress_handler(self._on_progress, _CHECK_INTERVAL)
         install_aggregates(db)
         db.execute("PRAGMA trusted_schema=OFF")
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
 
-    def set_size(self, size: int, *, writes: bool = False) -> None:
-        """Set the limits for a database of `size` bytes; `writes`: for the next transaction, not for queries."""
-        size = min(size, LARGEST)
-        self.max_rows = 10_000 + size // _MIN_ROW_BYTES
-        self._max_checks = (_MAX_WRITE_INSTRUCTIONS if writes else 20_000_000 + 8 * size) // _CHECK_INTERVAL
-
     def rows(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query. Raises HistoryError if the database cannot be read."""
-        self.reset_instruction_count()
-        remaining_rows = self.max_rows
         try:
-            cursor = self.db.execute(query, values)
-            while rows := cursor.fetchmany(_CHUNK):
-                yield from rows
-                remaining_rows -= len(rows)
-                if remaining_rows < 0:
-                    raise HistoryError("it has more rows than its size allows")
-                self.reset_instruction_count()
+            for row in self.db.execute(query, values):  # noqa: UP028 - "yield from" would close the cursor, perhaps late
+                yield row
         except _FAILURES as error:
             raise HistoryError(str(error) or "a value is too long") from None
-
-    def reset_instruction_count(self) -> None:
-        """Restart the count of instructions, because a query starts."""
-        self._checks = 0
 
     def refresh(self) -> None:
         """End the transaction, so that the next query sees the current database."""
@@ -122,11 +93,6 @@ class BoundedConnection:
             if self.db.in_transaction:
                 self.db.execute("COMMIT")
                 self.db.execute("BEGIN")
-
-    def _on_progress(self) -> int:
-        """Act as SQLite's progress handler: a result other than 0 interrupts the query."""
-        self._checks += 1
-        return self._checks > self._max_checks
 
 
 _TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes, "": object}
@@ -151,11 +117,6 @@ def database_file_stamps(path: Path) -> list[os.stat_result]:
         with suppress(FileNotFoundError):
             stamps.append(file.lstat())
     return stamps
-
-
-def database_size(path: Path) -> int:
-    """Return the size (bytes) of the database at `path`."""
-    return sum(file.st_size for file in database_file_stamps(path))
 
 
 def check_schema(db: sqlite3.Connection) -> None:

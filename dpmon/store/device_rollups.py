@@ -14,7 +14,7 @@ from dpmon.store.table import KEPT, MAX, SUM, StoreTable
 from dpmon.store.time_buckets import END_S, read_origin_s
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
     from dpmon.store.write_batch import WriteBatch
 
@@ -57,7 +57,7 @@ def add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any])
             batch.add(DEVICE_ROLLUPS, row)
 
 
-def prune_device_rollups(connection: BoundedConnection, limit_bytes: int) -> None:
+def prune_device_rollups(connection: HistoryConnection, limit_bytes: int) -> None:
     """Merge the oldest rows if there are too many, but not those of minutes whose samples still have rows."""
     first_ns = first_sample_ns(connection)
     latest_s = END_S if first_ns is None else (first_ns // SECOND + read_origin_s(connection)) // 60 * 60
@@ -79,14 +79,8 @@ def read_device_minutes(store: Store) -> list[DeviceRollup]:
 
 def read_host_memory(store: Store, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
     """Return (start in ns, peak host memory of the run's processes in bytes) of each minute between two times."""
-    query = (
-        "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
-        " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
-        " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
-    )
-    begin_s = -(-(start_ns // SECOND + store.origin_s) // 60) * 60
+    condition = "WHERE start_s >= ? AND start_s < ? AND device = ? AND name = 'run_mem_bytes' ORDER BY start_s"
+    begin_s = -(-start_ns // SECOND) + store.origin_s
     end_s = min(end_ns, store.until_ns) // SECOND + store.origin_s
-    if begin_s >= end_s:
-        return []
-    rows = store.query(query, {"begin": begin_s, "end": end_s, "host": HOST})
-    return [((minute_s - store.origin_s) * SECOND, int(peak_bytes)) for minute_s, peak_bytes in rows]
+    rows = DEVICE_ROLLUPS.select(store.connection, condition, (begin_s, end_s, HOST))
+    return [((row.start_s - store.origin_s) * SECOND, int(row.high)) for row in rows]

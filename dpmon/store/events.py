@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.record_types import Event
 from dpmon.record.safe_json import int_member, load_event, replace_nonfinite, text_member
 from dpmon.record.shared_names import to_bounded_json
-from dpmon.store.table import NUMBERED, StoreTable
+from dpmon.store.table import LAST_NS, NUMBERED, StoreTable
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
 
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp")
@@ -40,8 +40,8 @@ HOST = -1
 """Device index of the host."""
 _MAX_PROCESS_EVENTS = 64
 """How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
-_SAMPLED = ("index", "util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
-"""The values of a sample for the charts."""
+_SAMPLED = ("util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
+"""The values of a sample for the charts; a sample has one of the first two."""
 
 
 class EventRow(NamedTuple):
@@ -103,13 +103,13 @@ def prune_lasting_events(db: sqlite3.Connection) -> None:
 # ------------------------------------------------------------------------------------------------ queries
 
 
-def last_sample_ns(connection: BoundedConnection) -> int | None:
+def last_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the newest sample of a device or the host; None if there is none."""
     rows = connection.rows(f"SELECT max(t_ns) FROM events WHERE {_IS_SAMPLE}")
     return next((t_ns for (t_ns,) in rows), None)
 
 
-def first_sample_ns(connection: BoundedConnection) -> int | None:
+def first_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the oldest sample of a device or the host that still has a row; None if there is none."""
     rows = connection.rows(f"SELECT t_ns FROM events WHERE {_IS_SAMPLE} AND t_ns IS NOT NULL ORDER BY id LIMIT 1")
     return next((t_ns for (t_ns,) in rows), None)
@@ -160,16 +160,8 @@ def read_job(store: Store) -> tuple[dict[str, str] | None, int | None]:
     return None, None
 
 
-def read_memory(store: Store, process: int, until_ns: int | None = None) -> Event | None:
-    """Return the last memory event of a process up to a time (ns); None if there is none."""
-    condition = "WHERE kind = 'memory' AND process = ? AND t_ns <= ? ORDER BY t_ns DESC, id DESC LIMIT 1"
-    limit_ns = store.until_ns if until_ns is None else min(until_ns, store.until_ns)
-    rows = EVENTS.select(store.connection, condition, (process, limit_ns))
-    return next((row.event for row in rows), None)
-
-
-def read_newest_memory(store: Store, processes: Sequence[int]) -> dict[int, Event]:
-    """Return the newest memory event of each process that has one."""
+def read_newest_memory(store: Store, processes: Sequence[int], until_ns: int = LAST_NS) -> dict[int, Event]:
+    """Return the newest memory event up to a time (ns) of each process that has one."""
     if not processes:
         return {}
     newest = "SELECT id FROM events WHERE kind = 'memory' AND process = who AND t_ns <= ?"
@@ -178,7 +170,7 @@ def read_newest_memory(store: Store, processes: Sequence[int]) -> dict[int, Even
         f"WITH ends(who) AS (VALUES {', '.join(map('({})'.format, processes))})"
         f" SELECT who, json FROM ends CROSS JOIN events AS row ON row.id = ({newest})"
     )
-    return {process: parse_event(text) for process, text in store.query(query, (store.until_ns,))}
+    return {process: parse_event(text) for process, text in store.query(query, (min(until_ns, store.until_ns),))}
 
 
 def read_chart_samples(store: Store, duration_ns: int, after_id: int = 0, node: int | None = None) -> list[ChartSample]:
@@ -192,27 +184,14 @@ def read_chart_samples(store: Store, duration_ns: int, after_id: int = 0, node: 
         newest_ns = last_sample_ns(store.connection) or 0
         condition, lower_bound = "t_ns >= ? AND t_ns <= ?", min(newest_ns, store.until_ns) - duration_ns
     # SQLite parses the JSON ten times as fast as Python.
-    values = ", ".join(f"json_extract(json, '$.{name}')" for name in _SAMPLED)
+    index, *values = (f"json_extract(json, '$.{name}')" for name in ("index", *_SAMPLED))
+    util, cpu, *others = (f"CAST({value} AS REAL)" for value in values)
     query = (
-        f"SELECT id, t_ns, kind = 'host', {values} FROM events WHERE {condition}"
-        f" AND {_IS_SAMPLE} AND (?3 IS NULL OR process = -1 - ?3) AND json_valid(json) ORDER BY id"
+        f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {HOST} ELSE {index} END AS device,"
+        f" CASE kind WHEN 'host' THEN {cpu} ELSE {util} END, {', '.join(others)} FROM events WHERE {condition}"
+        f" AND {_IS_SAMPLE} AND (?3 IS NULL OR process = -1 - ?3) AND typeof(device) = 'integer' ORDER BY id"
     )
-    rows = store.query(query, (lower_bound, store.until_ns, node))
-    return [sample for row in rows if (sample := _chart_sample_from_row(*row)) is not None]
-
-
-def _chart_sample_from_row(
-    event_id: int, t_ns: int, is_host: int, device_index: object, *values: object
-) -> ChartSample | None:
-    device = HOST if is_host else device_index
-    if type(device) is not int or device < HOST:
-        return None
-    util_pct, cpu_pct, used_bytes, total_bytes, power_w, run_bytes = (
-        float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
-    )
-    return ChartSample(
-        event_id, t_ns, device, cpu_pct if device == HOST else util_pct, used_bytes, total_bytes, power_w, run_bytes
-    )
+    return [ChartSample(*row) for row in store.query(query, (lower_bound, store.until_ns, node))]
 
 
 def read_sample(store: Store, event_id: int) -> Event | None:

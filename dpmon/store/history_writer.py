@@ -21,10 +21,9 @@ from dpmon.store.database import (
     HISTORY_FILE,
     SCHEMA,
     SCHEMA_VERSION,
-    BoundedConnection,
+    HistoryConnection,
     check_schema,
     columns_of,
-    database_size,
     last_ids,
     version_of,
 )
@@ -69,20 +68,14 @@ class HistoryWriter:
     def __init__(
         self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
     ) -> None:
-        """`db`: a history or an empty database. `path`: its file; None if it is in memory, and the caller closes it.
-
-        Raises HistoryError.
-        """
+        """`db`: a history or an empty database. `path`: its file; None if it is in memory, and the caller closes it."""
         self._limit = limit_bytes
         self._path = path
         self._db = db
         self.loss_thinning = LossThinning(db)
-        try:
-            self._page_bytes = self._read_number("PRAGMA page_size")
-            self._connection = BoundedConnection(db, self._file_bytes() if path is None else database_size(path))
-            self._prepare(meta)
-        except _ERRORS as error:
-            raise HistoryError(str(error)) from None
+        self._page_bytes = self._read_number("PRAGMA page_size")
+        self.connection = HistoryConnection(db)
+        self._prepare(meta)
 
     @classmethod
     def open(cls, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> HistoryWriter:
@@ -91,19 +84,13 @@ class HistoryWriter:
         try:
             check_database(path, written=True)
             db = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
-        except (sqlite3.Error, OSError) as error:
+            try:
+                return cls(db, meta, limit_bytes, path)
+            except BaseException:
+                db.close()
+                raise
+        except _ERRORS as error:
             raise HistoryError(str(error)) from None
-        try:
-            return cls(db, meta, limit_bytes, path)
-        except HistoryError:
-            db.close()
-            raise
-
-    @property
-    def connection(self) -> BoundedConnection:
-        """The connection for queries, with limits for the current size of the database."""
-        self._connection.set_size(self._file_bytes())
-        return self._connection
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         execute = self._db.execute
@@ -134,9 +121,7 @@ class HistoryWriter:
 
         If it raises HistoryError, nothing was written.
         """
-        self._connection.reset_instruction_count()
         try:
-            self._connection.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("UPDATE meta SET value = value + 1 WHERE key = 'seq'")
             write()
@@ -231,7 +216,7 @@ class HistoryWriter:
 
     def _prune_sums(self) -> None:
         """Limit the sums and lasting events, which could fill the database in runs of many days or many processes."""
-        prune_device_rollups(self._connection, self._limit)
+        prune_device_rollups(self.connection, self._limit)
         roll_up(self._db, COLLECTIVE_SUMS, self._limit)
         prune_buckets(self._db, self._limit)
         prune_gaps(self._db)

@@ -10,7 +10,7 @@ from dpmon.store.table import KEPT, StoreTable
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
 
 SCHEMA = """
@@ -74,7 +74,7 @@ def prune_loops(db: sqlite3.Connection) -> None:
     db.execute(f"DELETE FROM loops WHERE loop <= ({newest_loop}) - ?", (MAX_LOOPS,))
 
 
-def read_loops(connection: BoundedConnection, process: int) -> list[LoaderLoop]:
+def read_loops(connection: HistoryConnection, process: int) -> list[LoaderLoop]:
     """Return the loader loops of a process, in order. Raises HistoryError."""
     return list(LOOPS.select(connection, "WHERE process = ? ORDER BY loop", (process,)))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dpmon.store.table import StoreTable
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 SCHEMA = """
 -- Times are ns since the start of the mirror's run.
@@ -63,6 +63,6 @@ class NodeRow:
 NODES = StoreTable("nodes", NodeRow, SCHEMA, insertion="INSERT OR REPLACE")
 
 
-def read_node_rows(connection: BoundedConnection) -> list[NodeRow]:
+def read_node_rows(connection: HistoryConnection) -> list[NodeRow]:
     """Return the nodes of a mirror in order of number; an empty list if this machine recorded the run."""
     return list(NODES.select(connection, "ORDER BY number"))

@@ -16,7 +16,7 @@ from dpmon.store.time_accounting import TimeAccount
 from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 _MAX_STALLS = 8
 """How many stall events are remembered. The step in which a stall was noticed arrives soon after the event."""
@@ -64,7 +64,7 @@ class ProcessAccounts:
         elif time_ns is not None and kind == "exit":
             self._close_all(batch, time_ns)
 
-    def resume(self, connection: BoundedConnection) -> None:
+    def resume(self, connection: HistoryConnection) -> None:
         """Continue after the events in a history and the last step of each process. Raises HistoryError."""
         condition = f"WHERE {LASTING} AND kind IN ('process', 'pause', 'input', 'stall', 'ddp') ORDER BY id"
         discarded_batch = WriteBatch()

@@ -34,10 +34,8 @@ def bin_of(value: int) -> int:
 
 def bin_middle(bin_number: int) -> float:
     """Return the middle of a bin."""
-    if bin_number < _EXACT:
-        return float(bin_number)
-    shift = (bin_number >> _BITS) - 1
-    return float((1 << _BITS) + (bin_number & _MASK) << shift) + ((1 << shift) - 1) / 2
+    lowest, highest = bin_bounds(bin_number)
+    return (lowest + highest) / 2
 
 
 def bin_bounds(bin_number: int) -> tuple[int, int]:

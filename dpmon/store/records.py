@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from dpmon.record.record_types import Call, Record, Step
-from dpmon.store.collectives import COLLECTIVES, resolve_collective
+from dpmon.store.collectives import COLLECTIVES
 from dpmon.store.database import last_ids
 from dpmon.store.events import EVENTS
 from dpmon.store.loss_table import LOSSES
@@ -62,8 +62,9 @@ def _records_between(store: Store, first_id: int, last_id: int) -> Iterator[tupl
     values = "WHERE id BETWEEN ? AND ? ORDER BY id", (first_id, last_id)
     steps = ((row.id, row.to_record(ranks.get(row.process))) for row in STEPS.select(connection, *values))
     events = ((row.id, row.event) for row in EVENTS.select(connection, *values))
-    collectives = ((row.id, resolve_collective(store, row)) for row in COLLECTIVES.select(connection, *values))
-    losses = ((row.id, store.resolver(row.process).loss(row)) for row in LOSSES.select(connection, *values))
+    resolver = store.resolver
+    collectives = ((row.id, resolver(row.process).collective(row)) for row in COLLECTIVES.select(connection, *values))
+    losses = ((row.id, resolver(row.process).loss(row)) for row in LOSSES.select(connection, *values))
     return heapq.merge(steps, events, collectives, losses, key=itemgetter(0))
 
 

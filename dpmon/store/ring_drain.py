@@ -43,15 +43,11 @@ GONE_S = 1.0
 """Time between two checks that a process is alive."""
 COMMIT_ROWS = 1 << 12
 """Commit at this many rows, which are fewer than a ring holds, so that a kill loses nothing."""
-HOLD_BYTES = 32 << 20
-"""Approximate memory limit for records while the history cannot be written. Newer records stay in the rings."""
-_ROW_BYTES = 1024
-"""Approximate memory of a row, or of the sums of one second."""
+HOLD_ROWS = 1 << 14
+"""Most rows in memory, about 30 MB, while the history cannot be written. Newer records stay in the rings."""
 MAX_OWN = 4096
 """How many records of the supervisor may wait for the history. Further ones are counted as missed."""
 RETRY_S = 5.0
-WARN_AGAIN_S = 300.0
-"""Shortest time between two warnings about failed writes: on a full disk, writes may succeed and fail in turn."""
 _AWAITED = ("mode", "pause", "warning", "stall")
 """Events that a user waits for. They are committed at once."""
 _OWN = "supervisor"
@@ -70,10 +66,8 @@ class RingDrain:
         self._stored_rows: dict[str, RingRow] = {}
         """The rows of the rings in the history."""
         self._sources: dict[str, tuple[SpanSource, RingIntake]] = {}
-        self._refused: set[str] = set()
-        """Names of the rings that could not be read at the last try."""
-        self._damaged: set[str] = set()
-        """Names of the rings whose damage was reported."""
+        self._reported: set[str] = set()
+        """Names of the rings with a warning that they cannot be read, or are damaged."""
         self._own: deque[Event] = deque()
         """Records of the supervisor that are not in the batch yet."""
         self._own_missed = 0
@@ -83,14 +77,14 @@ class RingDrain:
         self._next_id = 1
         self._exited: Collection[str] = ()
         """Names of the rings whose processes had exited at the last check."""
-        self._find_at_s = self._refused_at_s = 0.0
+        self._find_at_s = 0.0
         self._check_at_s = 0.0
         self._read_at_s = 0.0
         self._commit_at_s = 0.0
         self._retry_at_s = 0.0
         self.failure: Exception | None = None
         """Why the history cannot be written now; None if it can."""
-        self._no_warning_until_s = 0.0
+        self._has_warned = False
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
         """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
 
@@ -115,7 +109,7 @@ class RingDrain:
         if self._has_room():
             if now_s >= self._find_at_s:
                 self._find_at_s = now_s + FIND_S
-                self._find_rings(now_s)
+                self._find_rings()
             if now_s >= min(self._read_at_s, self._commit_at_s):
                 has_more = self._read_rings(now_s)
                 self._read_at_s = now_s + TAKE_S if len(self._sources) > MANY_RINGS and not has_more else now_s
@@ -125,8 +119,7 @@ class RingDrain:
         return has_more and self._has_room()
 
     def _has_room(self) -> bool:
-        batch = self._batch
-        return batch.characters + _ROW_BYTES * (batch.row_count + len(batch.steps_by_tally)) < HOLD_BYTES
+        return self._batch.row_count < HOLD_ROWS
 
     def flush(self, command_ended: bool = False) -> None:
         """Read and write all records in the rings, in a limited number of reads.
@@ -134,7 +127,7 @@ class RingDrain:
         `command_ended`: also the open steps. What processes that outlive the command record later is given up.
         """
         now_s = time.monotonic()
-        self._find_at_s = self._refused_at_s = self._check_at_s = self._read_at_s = self._retry_at_s = 0.0
+        self._find_at_s = self._check_at_s = self._read_at_s = self._retry_at_s = 0.0
         for _ in range(64):
             if not self.poll(now_s):
                 break
@@ -146,10 +139,6 @@ class RingDrain:
             if not self._has_room() or not self._read_rings(now_s):
                 break
         self._write(now_s)
-
-    def recorded_warnings(self) -> list[str]:
-        """Return the texts of the warnings in the history."""
-        return [str(data.get("text")) for data in self._events("warning")]
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start); None if none."""
@@ -169,17 +158,13 @@ class RingDrain:
 
     def gpus(self) -> list[Mapping[str, Any]]:
         """Return the newest sample of each GPU."""
-        return list({data.get("index"): data for data in self._events("device", limit=64)}.values())
+        return list({data.get("index"): data for data in self.recorded_events("device", limit=64)}.values())
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last `stall` event; None if there is none."""
-        return next(iter(self._events("stall", limit=1)), None)
+        return next(iter(self.recorded_events("stall", limit=1)), None)
 
-    def has_exit_record(self) -> bool:
-        """Return whether the history records the end of the command."""
-        return bool(self._events("exit", limit=1))
-
-    def _events(self, kind: str, limit: int = -1) -> list[Mapping[str, Any]]:
+    def recorded_events(self, kind: str, limit: int = -1) -> list[Mapping[str, Any]]:
         """Return the data of the newest events of a kind, in order; none if the history cannot be read."""
         with suppress(HistoryError):
             if self._history is not None:
@@ -196,21 +181,15 @@ class RingDrain:
 
     # ------------------------------------------------------------------------------------------ rings
 
-    def _find_rings(self, now_s: float) -> None:
-        known_names = {*self._sources}
-        if now_s < self._refused_at_s:
-            known_names |= self._refused
-        else:  # an incomplete ring may be complete now: its writer was stopped, or its disk is slow
-            self._refused_at_s = now_s + RETRY_S
-        for path in ring_paths(self._directory, known_names):
+    def _find_rings(self) -> None:
+        for path in ring_paths(self._directory, {*self._sources}):
             stored_row = self._stored_rows.get(path.name)
             try:
                 source = SpanSource(path, stored_row)
             except (RingError, OSError) as error:
-                # A new ring may be incomplete: its header follows a moment later.
-                if path.name not in self._refused and time.time() - _modified(path) > RETRY_S:
-                    self._refused.add(path.name)
-                    self.warn(f"{path.name} cannot be read: {error}", int(path.stem.rpartition("-")[2]))
+                # A new ring may be incomplete: its header follows a moment later, or later if its disk is slow.
+                if time.time() - _modified(path) > RETRY_S:
+                    self._warn_once(path.name, f"cannot be read: {error}", int(path.stem.rpartition("-")[2]))
                 continue
             intake = RingIntake(source.row, self._run_info.start_ns, self._accounts)
             self._sources[path.name] = source, intake
@@ -241,11 +220,16 @@ class RingDrain:
         except (RingError, OSError):
             return False
         except DAMAGE as error:
-            if source.row.name not in self._damaged:
-                self._damaged.add(source.row.name)
-                self.warn(f"{source.row.name} is damaged ({error!r}); records are missing", source.row.process)
+            trouble = f"is damaged ({error!r}); records are missing"
+            self._warn_once(source.row.name, trouble, source.row.process)
             return False
         return has_more
+
+    def _warn_once(self, ring_name: str, trouble: str, process: int) -> None:
+        """Record a warning about a ring, if there is none yet."""
+        if ring_name not in self._reported:
+            self._reported.add(ring_name)
+            self.warn(f"{ring_name} {trouble}", process)
 
     def _read_own_records(self) -> None:
         """Add the supervisor's own records to the batch."""
@@ -324,8 +308,8 @@ class RingDrain:
     def _handle_write_error(self, now_s: float, error: Exception) -> None:
         """Warn once that the history cannot be written, and try again later; the run continues without it."""
         self._retry_at_s = now_s + RETRY_S
-        if self.failure is None and now_s >= self._no_warning_until_s:
-            self._no_warning_until_s = now_s + WARN_AGAIN_S
+        if not self._has_warned:  # on a full disk, writes may succeed and fail in turn
+            self._has_warned = True
             self.warn(f"the history cannot be written ({error}); the run continues, but older records may be lost")
         self.failure = error
 

@@ -16,7 +16,6 @@ from dpmon.record.schema import (
     REST,
     SPAN_PHASES,
     STEP_KINDS,
-    SYNC_NUMBER,
     TRAINING,
     WARM_UP,
     WARM_UP_STEPS,
@@ -36,14 +35,14 @@ from dpmon.store.loss_table import LOSSES
 from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
 from dpmon.store.rings import RingRow
 from dpmon.store.shapes import CallShape, shape_of_call
-from dpmon.store.steps import STEPS, StepRow, encode_calls, encode_device_times, encode_spans, read_last_step
+from dpmon.store.steps import MEASURED, STEPS, StepRow, encode_calls, encode_device_times, encode_spans, read_last_step
 from dpmon.store.sync_passes import sync_device_ns
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.tally_tables import replica_series, stage_series
 from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 BATCH_SIZES = 16
 """How many batch sizes of a process have tallies of their own. Further sizes share OTHER_SIZES."""
@@ -70,7 +69,7 @@ class RingIntake:
         """Whether steps of other kinds than training ran since the last sync pass. Rollouts count as training."""
         self._loops = LoaderLoopTracker(row.process)
 
-    def resume(self, connection: BoundedConnection) -> None:
+    def resume(self, connection: HistoryConnection) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         last_step = read_last_step(connection, self.row)
         if last_step is not None:
@@ -93,7 +92,7 @@ class RingIntake:
             batch.add(LOSSES, row)
         else:
             text = json.dumps(row.value, separators=(",", ":"))
-            batch.add(DEFINITIONS, DefinitionRow(process, row.number, text), text)
+            batch.add(DEFINITIONS, DefinitionRow(process, row.number, text))
             return False
         return True
 
@@ -116,14 +115,13 @@ class RingIntake:
 
     def _add_step(self, batch: WriteBatch, row_id: int, row: Step) -> bool:
         """Add a step or calls alone. Return whether it takes the id."""
-        called, calls = encode_calls(row), row.calls
-        row = row._replace(start_ns=row.start_ns - self._start_ns)
+        called, calls, start_ns = encode_calls(row), row.calls, row.start_ns - self._start_ns
         if row.step > 0:
-            self._step(batch, row_id, row, called)
+            self._step(batch, row_id, row, start_ns, called)
         else:
             self._count_shapes(batch, calls, row.kind)
             if row.takes_time:  # its calls are not repeated
-                self._add_step_time(batch, row, self._exclusion_flag(row))
+                self._add_step_time(batch, row, start_ns)
             if not calls:
                 return False
             stored = StepRow(
@@ -131,15 +129,15 @@ class RingIntake:
                 process=self.row.process,
                 step=row.step,
                 mode=row.mode,
-                start_ns=row.start_ns,
+                start_ns=start_ns,
                 wall_ns=row.wall_ns,
                 kind=row.kind,
                 calls=len(calls),
-                measured={} if row.samples is None else {"samples": row.samples},
+                measured=tuple(map({"samples": row.samples}.get, MEASURED)),
                 last_call=calls[-1].call,
                 called=called,
             )
-            batch.add(STEPS, stored, called)
+            batch.add(STEPS, stored)
         self.row.last_id = row_id
         if self.row.first_id is None:
             self.row.first_id = row_id
@@ -148,26 +146,23 @@ class RingIntake:
             self.row.last_call = calls[-1].call
         return True
 
-    def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
-        process, start_ns, end_ns, calls = self.row.process, row.start_ns, row.start_ns + row.wall_ns, row.calls
-        exclusion = self._exclusion_flag(row)
-        kind = row.kind | self._warm_up_flag(row.mode) | exclusion
-        if row.sync_number is not None:
+    def _step(self, batch: WriteBatch, row_id: int, row: Step, start_ns: int, called: str | None) -> None:
+        """Add a step that began at `start_ns` (since the run's start). `called`: its calls as JSON."""
+        process, mode, end_ns, calls = self.row.process, row.mode, start_ns + row.wall_ns, row.calls
+        kind, sync_number = row.kind | self._warm_up_flag(mode), row.sync_number
+        if sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
             self._ran_other_kind = False
-        mode = row.mode
         if self._switched and len({call.mode for call in calls}) > 1:
             kind |= MIXED_MODES
             row = row._replace(mode="")  # its time counts in the rate of neither mode
         self._switched = False
+        exclusion, evaluation_ns = self._add_step_time(batch, row, start_ns)
+        kind |= exclusion
         self._count_shapes(batch, calls, kind)
         parts = [call.parts for call in calls if call.parts is not None]
         call_phases, rest_ns = _sum_call_phases(row.phases, parts)
-        measured = {**row.counts, **row.phases, **call_phases}
-        sync_number = measured.pop(SYNC_NUMBER, None)
-        if row.samples is not None:
-            measured["samples"] = row.samples
-        evaluation_ns = self._add_step_time(batch, row, exclusion)
+        known = {"samples": row.samples, **row.counts, **row.phases, **call_phases}
         loop = self._loops.add_step(row.step, row.batches, start_ns, end_ns, row.kind != TRAINING, evaluation_ns)
         if self._loops.changed:
             batch.loops |= {(process, changed.loop): changed for changed in self._loops.changed.values()}
@@ -181,12 +176,12 @@ class RingIntake:
             wall_ns=row.wall_ns,
             kind=kind,
             calls=len(calls),
-            measured=measured,
-            sync_number=sync_number,
+            measured=tuple(map(known.get, MEASURED)),
             rest_ns=rest_ns,
             device=encode_device_times(row),
             spans=encode_spans(row),
             missing_spans=row.missing_spans,
+            sync_number=sync_number,
             loop=None if loop is None else loop.loop,
             loop_batch=None if loop is None else loop.batches_used,
             last_call=calls[-1].call if calls else None,
@@ -199,7 +194,7 @@ class RingIntake:
         if sync_number is not None:
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
-            sync_step = self._accounts.rank_groups.sync_step(key, stored, tail_ns, batch.second_of(stored.end_ns))
+            sync_step = self._accounts.rank_groups.sync_step(key, stored, tail_ns, batch.second_of(end_ns))
             if sync_step is not None:
                 batch.sync_steps.append(sync_step)
         self.row.steps += 1
@@ -210,28 +205,22 @@ class RingIntake:
         else:
             self.row.forward_steps = row.step
 
-    def _exclusion_flag(self, row: Step) -> int:
-        """Return the flag of a step that statistics exclude; 0 for other steps."""
-        account = self._accounts.get_account(self.row.process)
-        waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        return account.exclusion_flag(row.start_ns, row.start_ns + row.wall_ns, waited_ns)
+    def _add_step_time(self, batch: WriteBatch, row: Step, start_ns: int) -> tuple[int, int]:
+        """Account for the time up to the end of a step that began at `start_ns` (since the run's start).
 
-    def _add_step_time(self, batch: WriteBatch, row: Step, exclusion: int) -> int:
-        """Account for the time up to the end of a step. Return the time (ns) outside training and pauses.
-
-        `exclusion`: see `TimeAccount.exclusion_flag`. `row`: its start counts from the run's start.
+        Return its flag if statistics exclude it, else 0, and the time (ns) outside training and pauses.
         """
         account = self._accounts.get_account(self.row.process)
         self.row.evaluation_phases += row.kind == EVALUATION != account.kind
-        intervals, gap = account.add_step(row, exclusion)
+        intervals, gap, exclusion = account.add_step(row, start_ns)
         batch.add_activity_time(self.row.process, intervals)
         if gap is not None and gap.ns >= GAP_NS:
             batch.add(GAPS, gap)
         if row.kind == TRAINING:
-            return 0
+            return exclusion, 0
         self._ran_other_kind = not self.row.has_rollouts
         parts = (part for part in intervals if part.activity == STEP_KINDS[row.kind])
-        return sum(part.sign * (part.end - part.begin) for part in parts)
+        return exclusion, sum(part.sign * (part.end - part.begin) for part in parts)
 
     def _warm_up_flag(self, mode: str) -> int:
         """Return WARM_UP if the next step is one of the first in its mode since the last switch; else 0."""
@@ -260,8 +249,7 @@ class RingIntake:
         self._accounts.handle_event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
             add_sample(batch, t_ns, kind, data)
-        text = event_to_json(event)
-        batch.add(EVENTS, EventRow(event_id, process, kind, t_ns, text), text)
+        batch.add(EVENTS, EventRow(event_id, process, kind, t_ns, event_to_json(event)))
 
 
 def _series_of(row: CallRow) -> list[tuple[str, int]]:
@@ -303,6 +291,8 @@ def _sum_call_phases(own_phases: Mapping[str, int], parts: Sequence[CallParts]) 
 
 def _device_times(row: Step, parts: Sequence[CallParts], call_phases: Mapping[str, int]) -> dict[str, int]:
     """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
+    if row.times is None and not parts:
+        return {}  # the usual case without a GPU
     span_times = zip(SPAN_PHASES, row.times or (), strict=False)
     ns_by_phase = {name: int(ms * 1e6) for name, ms in span_times if ms is not None}
     if any(call_parts.device_ms for call_parts in parts):

@@ -13,7 +13,7 @@ from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from dpmon.store.table import KEPT, StoreTable
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 SCHEMA = """
 -- A row with the process -1 counts the records of the supervisor that were missed.
@@ -84,6 +84,6 @@ RINGS = StoreTable(
 )
 
 
-def read_rings(connection: BoundedConnection) -> dict[str, RingRow]:
+def read_rings(connection: HistoryConnection) -> dict[str, RingRow]:
     """Return the rows of `rings` by file name. Raises HistoryError."""
     return {row.name: row for row in RINGS.select(connection)}

@@ -76,14 +76,9 @@ class SpanSource:
             return [], False
         ring = self._ring
         start_position = ring.position
-        try:
-            # The words are read before the spans, so that all spans before a thread's current span are included.
-            words = ring.header_words()
-            self._spans += ring.read(now_ns, process_ended=process_exited)
-        except RingError:
-            if not process_exited:
-                raise
-            return self._feed_assembler() + self._finish_rows(), False
+        # The words are read before the spans, so that all spans before a thread's current span are included.
+        words = ring.header_words()
+        self._spans += ring.read(now_ns, process_ended=process_exited)
         if not ring.at_end and len(self._spans) < FULL_READ_SPANS:
             # Reading stopped at an empty slot. Wait until it is filled: if the assembler got so few spans, it would
             # conclude that it has caught up.
@@ -96,7 +91,8 @@ class SpanSource:
             with suppress(RingError, OSError):  # truncated or not writable: keep the old sampling
                 ring.request_device_timing(self._timing_interval)
         if ring.at_end and (process_exited or words[HeaderWord.ENDED]):
-            rows += self._finish_rows()
+            self.over = True
+            rows += self._assembler.finish()  # they belong to the open step
         return rows, ring.position - start_position >= ring.slots // _BACKLOG_DIVISOR
 
     def _feed_assembler(self) -> list[Row]:
@@ -116,11 +112,6 @@ class SpanSource:
             return []
         self._reported_span = (kind, since_ns)
         return self._assembler.take_current_span(kind, since_ns)
-
-    def _finish_rows(self) -> list[Row]:
-        """Return the last rows, which belong to the open step."""
-        self.over = True
-        return self._assembler.finish()
 
     def update_position(self) -> None:
         """Update `row` to the position that was read."""

@@ -17,7 +17,7 @@ a number has the same digits everywhere.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -142,19 +142,19 @@ def quantities_to_json(counted: Counted) -> dict[str, dict[str, int]]:
 
 def merge_mode_tallies(
     tallies: Mapping[TallyKey, Tally],
-    mode: str,
+    mode: str | None,
     kind: int,
     *,
     without_warmup: bool = False,
     batch: int | None = None,
 ) -> Tally:
-    """Return the tally of the steps of one mode and kind.
+    """Return the tally of the steps of one kind in a mode, or in all modes if `mode` is None.
 
     `without_warmup`: without warm-up steps. `batch`: only this batch size.
     """
     merged = Tally()
     for key, tally in tallies.items():
-        if key.mode != mode or step_kind(key.kind) != kind:
+        if mode not in (None, key.mode) or step_kind(key.kind) != kind:
             continue
         if not (without_warmup and key.kind & WARM_UP) and (batch is None or key.batch == batch):
             merged.merge(tally)
@@ -189,8 +189,6 @@ def compute_step_stats(mode: str, *, tally: Tally, rate: Rate | None, kind: int 
 
 
 def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
-    if name not in tally.stats:
-        return PhaseStats(name, 0, None, None, None, None)
     series_stats, device_stats = tally.stat(name), tally.stat(device_series(name))
     share = series_stats.total / step_total if series_stats.count and step_total else None
     mean_device_ns = device_stats.mean
@@ -210,23 +208,6 @@ def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
 # ------------------------------------------------------------------------------------------------ rates
 
 
-def elapsed_by_process(
-    rows: Iterable[TimeRow], mode: str, kind: int, between: Collection[str]
-) -> dict[int, tuple[int, int]]:
-    """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
-
-    `between`: the activities between these steps, which the whole includes.
-    """
-    elapsed: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for row in rows:
-        if row.mode != mode:
-            continue
-        within = row.spent[STEP_KINDS[kind]]
-        elapsed[row.process][0] += within + sum(row.spent[name] for name in between)
-        elapsed[row.process][1] += within
-    return {process: (whole, within) for process, (whole, within) in elapsed.items() if whole > 0}
-
-
 def compute_rate(
     tallies: Mapping[int, Tally],
     times: Mapping[int, tuple[int, int]],
@@ -236,9 +217,9 @@ def compute_rate(
 ) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies`, `times` (see `elapsed_by_process`) and `ranks` are by process. The samples of processes that train at the
-    same time add up, but their steps do not. The step rate is that of the slowest rank, for which the others wait; of
-    processes without ranks, it is their mean. `together`: the number of processes that each of these stands for, if
+    `tallies`, `times` (see `StatsWindow.elapsed`) and `ranks` are by process. The samples of processes that train at
+    the same time add up, but their steps do not. The step rate is that of the slowest rank, for which the others wait;
+    of processes without ranks, it is their mean. `together`: the number of processes that each of these stands for, if
     they are known to train at the same time; else 0.
     """
     active: list[Tally] = []
@@ -305,8 +286,8 @@ class StatsWindow:
         self.main_kind = store.main_kind
         """The kind of steps that describes the run: see `Store.main_kind`."""
         self._all_modes = {mode for mode, _ in store.mode_kinds}
-        self._elapsed_by_mode: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
-        self._rates: dict[tuple[str, int], Rate | None] = {}
+        self._elapsed: dict[tuple[str | None, int], dict[int, tuple[int, int]]] = {}
+        self._rates: dict[tuple[str | None, int, int | None], Rate | None] = {}
 
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
@@ -371,61 +352,52 @@ class StatsWindow:
 
     def tally(
         self,
-        mode: str,
+        mode: str | None,
         kind: int | None = None,
         process: int | None = None,
         *,
         without_warmup: bool = False,
         batch: int | None = None,
     ) -> Tally:
-        """Return the tally of a mode's steps. Parameters as in `merge_mode_tallies`."""
+        """Return the tally of a mode's steps, or of all modes together. Parameters as in `merge_mode_tallies`."""
         tallies = self.tallies if process is None else self.tallies_by_process.get(process, {})
         kind = self.main_kind if kind is None else kind
         return merge_mode_tallies(tallies, mode, kind, without_warmup=without_warmup, batch=batch)
 
-    def mode_rate(self, mode: str, kind: int) -> Rate | None:
-        """Return the rate of all processes in a mode."""
-        if (mode, kind) not in self._rates:
-            self._rates[mode, kind] = self.rate(mode, kind)
-        return self._rates[mode, kind]
-
     def rate(self, mode: str | None = None, kind: int | None = None, process: int | None = None) -> Rate | None:
         """Return the rate of a mode, or of all modes together if `mode` is None; None if no time has passed."""
-        kind = self.main_kind if kind is None else kind
+        key = mode, self.main_kind if kind is None else kind, process
+        if key not in self._rates:
+            self._rates[key] = self._compute_rate(*key)
+        return self._rates[key]
+
+    def _compute_rate(self, mode: str | None, kind: int, process: int | None) -> Rate | None:
         processes = self.processes if process is None else [process]
-        tallies: dict[int, Tally] = {}
-        times = dict.fromkeys(processes, (0, 0))
-        for step_mode in self._all_modes if mode is None else [mode]:
-            elapsed = self.elapsed(step_mode, kind)
-            for index in processes:
-                mode_tally = self.tally(step_mode, kind, index)
-                if tallies.setdefault(index, mode_tally) is not mode_tally:
-                    tallies[index].merge(mode_tally)
-                (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
-                times[index] = whole + more_whole, within + more_within
-        return compute_rate(tallies, times, self.ranks)
+        tallies = {number: self.tally(mode, kind, number) for number in processes}
+        return compute_rate(tallies, self.elapsed(mode, kind), self.ranks)
 
-    def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
-        """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
-        elapsed = self._elapsed_by_mode.get((mode, kind))
-        if elapsed is None:
+    def elapsed(self, mode: str | None, kind: int) -> dict[int, tuple[int, int]]:
+        """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
+
+        `mode`: None for all modes. The whole includes the time between steps of the main kind.
+        """
+        if (mode, kind) not in self._elapsed:
             between = self._store.between_activities if kind == self.main_kind else ()
-            elapsed = elapsed_by_process(self.times, mode, kind, between)
-            self._elapsed_by_mode[mode, kind] = elapsed
-        return elapsed
-
-    @cached_property
-    def _common_rate(self) -> Rate | None:
-        return self.rate()
+            modes = self._all_modes if mode is None else {mode}
+            whole, within = Counter[int](), Counter[int]()
+            for row in self.times:
+                if row.mode in modes:
+                    within[row.process] += row.spent[STEP_KINDS[kind]]
+                    whole[row.process] += sum(row.spent[name] for name in (STEP_KINDS[kind], *between))
+            self._elapsed[mode, kind] = {process: (ns, within[process]) for process, ns in whole.items() if ns > 0}
+        return self._elapsed[mode, kind]
 
     def process_totals(self, process: int) -> tuple[Tally, Rate | None]:
         """Return the tally and the rate of a process over all modes, without steps of other kinds.
 
         The step rate of a rank is that of the slowest rank.
         """
-        merged, common = Tally(), self._common_rate
-        for mode in self._all_modes:
-            merged.merge(self.tally(mode, process=process))
+        merged, common = self.tally(None, process=process), self.rate()
         if common is None or self.ranks.get(process) is None:
             return merged, self.rate(process=process)
         whole, within = (round(merged.steps * 1e9 / rate) for rate in (common.steps_per_s, common.steps_per_s_within))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.history_rows import Resolver
@@ -17,29 +16,25 @@ from dpmon.record.schema import (
     FORWARD_ONLY,
     PHASES,
     QUANTITIES,
-    REST,
     SECOND,
-    STEP,
     STEP_PHASES,
     SYNC_NUMBER,
     TRAINING,
     WARM_UP,
     step_kind,
 )
-from dpmon.store.table import LAST_NS, NUMBERED, StoreTable
-from dpmon.store.tally_keys import read_keys
-from dpmon.store.time_buckets import WIDTHS
+from dpmon.store.table import NUMBERED, StoreTable
 
 if TYPE_CHECKING:
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
     from dpmon.store.rings import RingRow
     from dpmon.store.store_queries import Store
 
-_COLUMN_OF = {
+MEASURED = {
     **{quantity.name: quantity.name for quantity in QUANTITIES},
     **{phase.name: f"{phase.name}_ns" for phase in PHASES},
 }
-"""The columns of the quantities and phases (dpmon.record.schema), by name."""
+"""The columns of the quantities and phases (dpmon.record.schema) by name."""
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY, process INTEGER NOT NULL,
@@ -49,7 +44,7 @@ CREATE TABLE IF NOT EXISTS steps (
     kind          INTEGER NOT NULL,  -- flags of dpmon.record.schema
     calls         INTEGER NOT NULL,  -- the number of its calls
     -- quantities: NULL if unknown or none. phases: NULL if they did not run; those of calls are sums, within forward
-    {" INTEGER, ".join(_COLUMN_OF.values())} INTEGER,
+    {" INTEGER, ".join(MEASURED.values())} INTEGER,
     rest_ns       INTEGER,           -- its forward without the phases of its calls
     device        TEXT,              -- JSON: why device times are missing, then `times` of Step; NULL: none was timed
     spans         TEXT,              -- JSON: `runs` of Step, flat; NULL: none
@@ -78,8 +73,8 @@ class StepRow(NamedTuple):
     wall_ns: int
     kind: int
     calls: int
-    measured: Mapping[str, int]
-    """Its known quantities, and the ns of the phases that ran, by name."""
+    measured: tuple[int | None, ...]
+    """Its quantities and the ns of its phases, in the order of MEASURED. None: unknown, or the phase did not run."""
     rest_ns: int | None = None
     device: str | None = None
     spans: str | None = None
@@ -97,18 +92,20 @@ class StepRow(NamedTuple):
         """Its end (ns since the run's start)."""
         return self.start_ns + self.wall_ns
 
+    def measurement(self, name: str) -> int | None:
+        """Return a quantity, or the ns of a phase; None if it is unknown, or if the phase did not run."""
+        return self.measured[_MEASURED_NAMES.index(name)]
+
+    @property
+    def known(self) -> dict[str, int]:
+        """Its known quantities, and the ns of the phases that ran, by name."""
+        return {name: value for name, value in zip(MEASURED, self.measured, strict=True) if value is not None}
+
     @property
     def phases(self) -> dict[str, int]:
         """Durations (ns) of its own phases that ran, by name, without the phases of its calls."""
-        return {name: self.measured[name] for name in STEP_PHASES if name in self.measured}
-
-    @property
-    def series(self) -> list[tuple[str, int]]:
-        """Its values in the series of tallies, with their names."""
-        values = [(STEP, self.wall_ns), *self.measured.items()]
-        if self.rest_ns is not None:
-            values.append((REST, self.rest_ns))
-        return values
+        known = self.known
+        return {name: known[name] for name in STEP_PHASES if name in known}
 
     @property
     def blame_weight_ns(self) -> int:
@@ -120,8 +117,8 @@ class StepRow(NamedTuple):
 
     def to_record(self, rank: int | None) -> Step:
         """Return its record."""
-        measured = self.measured
-        counts = {quantity.name: measured[quantity.name] for quantity in QUANTITIES if quantity.name in measured}
+        known = self.known
+        counts = {quantity.name: known[quantity.name] for quantity in QUANTITIES if quantity.name in known}
         samples = counts.pop("samples", None)
         if self.sync_number is not None:
             counts[SYNC_NUMBER] = self.sync_number
@@ -150,9 +147,8 @@ class StepRow(NamedTuple):
         )
 
 
-_BEFORE, _AFTER = StepRow._fields[:8], StepRow._fields[9:]
-"""The fields before and after `measured`."""
-_get_before, _get_after = attrgetter(*_BEFORE), attrgetter(*_AFTER)
+_MEASURED_NAMES = tuple(MEASURED)
+_MEASURED_AT = StepRow._fields.index("measured")
 
 
 class _StepTable(StoreTable[StepRow]):
@@ -160,15 +156,14 @@ class _StepTable(StoreTable[StepRow]):
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        return (*_BEFORE, *_COLUMN_OF.values(), *_AFTER)
+        return (*StepRow._fields[:_MEASURED_AT], *MEASURED.values(), *StepRow._fields[_MEASURED_AT + 1 :])
 
     def to_values(self, row: StepRow) -> tuple[Any, ...]:
-        return (*_get_before(row), *map(row.measured.get, _COLUMN_OF), *_get_after(row))
+        return row[:_MEASURED_AT] + row.measured + row[_MEASURED_AT + 1 :]
 
     def from_values(self, values: Sequence[Any]) -> StepRow:
-        by_column = dict(zip(self.columns, values, strict=True))
-        measured = {name: by_column.pop(column) for name, column in _COLUMN_OF.items()}
-        return StepRow(**by_column, measured={name: value for name, value in measured.items() if value is not None})
+        end = _MEASURED_AT + len(MEASURED)
+        return StepRow._make((*values[:_MEASURED_AT], tuple(values[_MEASURED_AT:end]), *values[end:]))
 
 
 STEPS = _StepTable("steps", StepRow, SCHEMA, sent=NUMBERED)
@@ -247,7 +242,7 @@ def encode_device_times(step: Step) -> str | None:
 # ------------------------------------------------------------------------------------------------ a process's rows
 
 
-def read_last_step(connection: BoundedConnection, ring: RingRow) -> StepRow | None:
+def read_last_step(connection: HistoryConnection, ring: RingRow) -> StepRow | None:
     """Return the last step of a ring; None if it has none. Raises HistoryError."""
     condition = "WHERE process = ? AND step > 0 AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
     values = ring.process, ring.first_id, ring.last_id
@@ -294,11 +289,10 @@ def read_steps(store: Store, limit: int, *, process: int | None = None, main_onl
 
     `main_only`: only those of the main kind that statistics include, among the newest steps.
     """
-    last_id = LAST_NS if process is None else store.last_id(process)
+    last_id = store.newest_step_id if process is None else store.last_id(process)
     condition = "WHERE id <= ? AND step > 0 AND process = ifnull(?, process)"
     if main_only:
-        newest_id = min(last_id, _newest_id(store))
-        condition += f" AND id > {newest_id - _NEWEST_IDS_SEARCHED} AND {_kind_condition(store.main_kind, EXCLUDED)}"
+        condition += f" AND id > {last_id - _NEWEST_IDS_SEARCHED} AND {_kind_condition(store.main_kind, EXCLUDED)}"
     rows = STEPS.select(store.connection, f"{condition} ORDER BY id DESC LIMIT ?", (last_id, process, limit))
     return [row.to_record(store.ranks.get(row.process)) for row in rows]
 
@@ -326,7 +320,7 @@ def resolve_call(store: Store, step: Step, row: CallRow) -> Call | None:
 
 def find_last_main_step(store: Store, process: int) -> StepRow | None:
     """Return the last step of the main kind among a process's newest steps; None if there is none."""
-    last_id = min(store.last_id(process), _newest_id(store))
+    last_id = store.last_id(process)
     condition = f"process = ? AND step > 0 AND id BETWEEN ? AND ? AND {_kind_condition(store.main_kind)}"
     values = process, last_id - _NEWEST_IDS_SEARCHED, last_id
     return next(STEPS.select(store.connection, f"WHERE {condition} ORDER BY id DESC LIMIT 1", values), None)
@@ -355,21 +349,15 @@ def find_next_step_ns(store: Store, process: int, after_ns: int) -> int | None:
 
     If rows were deleted, the result may be the start of a later step.
     """
-    keys = ", ".join(map(str, read_keys(store.connection, [process])))
-    query = (
-        f"SELECT first_ns FROM tallies WHERE width = ? AND start_s >= ? AND key IN ({keys}) AND first_ns >= ?"
-        " ORDER BY start_s, first_ns LIMIT 1"
-    )
-    query_steps = "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
-    rows = store.query(query_steps, (process, after_ns))
-    for width in WIDTHS:
-        rows += store.query(query, (width, (after_ns // SECOND + store.origin_s) // width * width, after_ns))
-    return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
+    query = "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
+    start_ns: int | None
+    ((start_ns,),) = store.query(query, (process, after_ns))
+    return start_ns
 
 
 def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int, interval: int = 1) -> list[LoopStep]:
     """Return every `interval`-th step of some loader loops, among the newest rows, the newest first."""
-    last_id = min(store.last_id(process), _newest_id(store))
+    last_id = store.last_id(process)
     query = (
         f"SELECT {', '.join(LoopStep._fields)} FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
         f" AND loop IN ({', '.join('?' * len(loops))}) AND loop_batch IS NOT NULL AND step % ? = 0"
@@ -377,10 +365,6 @@ def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int
     )
     values = process, last_id - _NEWEST_IDS_SEARCHED, last_id, *loops, interval, limit
     return list(map(LoopStep._make, store.query(query, values)))
-
-
-def _newest_id(store: Store) -> int:
-    return next((step_id or 0 for (step_id,) in store.query("SELECT max(id) FROM steps")), 0)
 
 
 # ------------------------------------------------------------------------------------------------ long steps, waits
@@ -395,7 +379,7 @@ def read_longest_steps(
     may have waited for steps of another kind. `newest_only`: only among the newest rows.
     """
     compared = "(wait_ns IS NULL OR exposed_ns IS NOT NULL)" if process is None else "TRUE"
-    last_id = min(LAST_NS if process is None else store.last_id(process), _newest_id(store))
+    last_id = store.newest_step_id if process is None else store.last_id(process)
     query = (
         "SELECT id, wall_ns FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
         f" AND mode = ? AND {_in_stats_condition(store.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"

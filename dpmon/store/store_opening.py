@@ -29,10 +29,9 @@ from dpmon.store.database import (
     HISTORY_FILE,
     SCHEMA,
     SCHEMA_VERSION,
-    BoundedConnection,
+    HistoryConnection,
     check_schema,
     database_file_stamps,
-    database_size,
     version_of,
 )
 from dpmon.store.ring_drain import RingDrain
@@ -63,7 +62,7 @@ def open_store(directory: Path) -> Iterator[Store]:
 
 
 @contextmanager
-def _open_history(directory: Path, run_info: RunInfo) -> Iterator[BoundedConnection]:
+def _open_history(directory: Path, run_info: RunInfo) -> Iterator[HistoryConnection]:
     """Open the history of a run for reading, or an empty one while it has none."""
     path = directory / HISTORY_FILE
     with ExitStack() as stack:
@@ -79,7 +78,7 @@ def _open_history(directory: Path, run_info: RunInfo) -> Iterator[BoundedConnect
         if db is None or not db.execute("SELECT 1 FROM sqlite_master").fetchone():  # the supervisor is creating it
             db = stack.enter_context(closing(_connect(":memory:")))
             db.executescript(SCHEMA)
-        connection = BoundedConnection(db, database_size(path))
+        connection = HistoryConnection(db)
         db.execute("BEGIN")
         check_schema(db)
         if (version := version_of(db)) != SCHEMA_VERSION:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpmon.record.history_rows import Defined, Resolver
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, SECOND, STEP_KINDS, TRAINING
-from dpmon.store.database import BoundedConnection
+from dpmon.store.database import HistoryConnection
 from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.rings import RINGS
 from dpmon.store.table import LAST_NS, Parameters
@@ -29,7 +29,7 @@ class Store:
     After `as_of`, methods that return the newest rows leave out later ones.
     """
 
-    def __init__(self, connection: BoundedConnection, unread_count: int = 0) -> None:
+    def __init__(self, connection: HistoryConnection, unread_count: int = 0) -> None:
         """`connection`: in a transaction, so that all queries see the same state of the database.
 
         `unread_count`: how many records are not in the history yet, and no supervisor is writing them.
@@ -159,11 +159,16 @@ class Store:
         if last_id is None:
             ring = self.rings.get(process)
             last_id = 0 if ring is None else ring.last_id
-            last_id = LAST_NS if last_id is None else last_id
+            last_id = self.newest_step_id if last_id is None else last_id
             if self.until_ns != LAST_NS:
                 last_id = self._find_last_id(process, self.first_id(process), last_id)
             self._last_ids[process] = last_id
         return last_id
+
+    @cached_property
+    def newest_step_id(self) -> int:
+        """The highest id of a step, of all processes as of now; 0 if there is none."""
+        return next(step_id or 0 for (step_id,) in self.query("SELECT max(id) FROM steps"))
 
     def _find_last_id(self, process: int, low_id: int, high_id: int) -> int:
         """Return the highest id of a process's steps that ended by `until_ns`; `low_id` - 1 if there is none.
@@ -177,7 +182,7 @@ class Store:
         # Start where another process's row was found: the rows of one time have similar ids.
         middle_id = self._last_found_id or (low_id + high_id) // 2
         while low_id <= high_id:
-            middle_id = min(max(middle_id, low_id), high_id, LAST_NS - 1)
+            middle_id = min(max(middle_id, low_id), high_id)
             rows_below = self.query(query.format("DESC"), (self.until_ns, process, low_id, middle_id))
             rows_above = self.query(query.format(""), (self.until_ns, process, middle_id + 1, high_id))
             rows = (*rows_below, *rows_above)

@@ -222,7 +222,7 @@ class RankGroups:
         return SyncStep(
             rank_group=group.number,
             number=step.sync_number,
-            passes=step.measured.get("synced", 0),
+            passes=step.measurement("synced") or 0,
             rank=self._rank_of[key.process],
             ranks=group.size,
             step_id=step.id,

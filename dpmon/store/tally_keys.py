@@ -11,7 +11,7 @@ from dpmon.store.table import KEPT, StoreTable
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 SCHEMA = """
 -- Tallies refer to a key by its number. Keys are never deleted.
@@ -86,7 +86,7 @@ class KeyNumbers:
 
 
 def read_keys(
-    connection: BoundedConnection, processes: Collection[int] | None = None, *, left_out: bool = False
+    connection: HistoryConnection, processes: Collection[int] | None = None, *, left_out: bool = False
 ) -> dict[int, TallyKey]:
     """Return the keys by number, of all processes or of some, without those of steps that statistics exclude.
 

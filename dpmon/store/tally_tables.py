@@ -14,9 +14,9 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import step_kind
+from dpmon.record.schema import REST, STEP, step_kind
 from dpmon.store import quantile_sketch
-from dpmon.store.steps import StepRow
+from dpmon.store.steps import MEASURED, StepRow
 from dpmon.store.table import KEPT, MAX, MIN, SEQ, SKETCH, SUM, WITH_TALLY, StoreTable
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey, read_keys
@@ -187,8 +187,8 @@ def add_steps(
                 tallies.append(_tally_row(width, start_s, key, rows))
             else:
                 changes.append((width, start_s, key))
-            named: dict[str, list[int]] = defaultdict(list)
-            for name, value in chain(*(row.series for row in rows), *(part.series for part in parts)):
+            named = _values_by_series(rows)
+            for name, value in chain.from_iterable(part.series for part in parts):
                 named[name].append(value)
             series += [_series_row(width, start_s, key, name, values) for name, values in named.items()]
     TALLIES.insert(db, tallies)
@@ -210,6 +210,17 @@ def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow]) -> 
         first_ns=min(starts),
         last_ns=max(map(int.__add__, starts, walls)),
     )
+
+
+def _values_by_series(steps: Sequence[StepRow]) -> defaultdict[str, list[int]]:
+    """Return the values in the columns of steps by series. Series without values are left out."""
+    columns = {
+        STEP: [step.wall_ns for step in steps],
+        **dict(zip(MEASURED, zip(*[step.measured for step in steps], strict=True), strict=False)),
+        REST: [step.rest_ns for step in steps],
+    }
+    known = ((name, [value for value in column if value is not None]) for name, column in columns.items())
+    return defaultdict(list, {name: values for name, values in known if values})
 
 
 def _series_row(width: int, start_s: int, key: int, name: str, values: Sequence[int]) -> SeriesRow:

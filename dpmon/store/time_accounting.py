@@ -119,14 +119,16 @@ class TimeAccount:
         kept = ((activity, start, end) for activity, start, end in self._interruptions if end > self._end_ns)
         self._interruptions = list(kept)
 
-    def add_step(self, step: Step, exclusion: int = 0) -> tuple[list[ActivityInterval], Gap | None]:
-        """Add a step. Return the intervals since the previous step, with this step's, and the gap before it or None.
+    def add_step(self, step: Step, start_ns: int) -> tuple[list[ActivityInterval], Gap | None, int]:
+        """Add a step that began at `start_ns` (since the run's start).
 
-        `exclusion`: the result of `exclusion_flag` for the step.
+        Return the intervals since the previous step, with this step's; the gap before it, or None; and the step's flag
+        if statistics exclude it, else 0.
         """
+        mode, kind, end_ns = step.mode, step.kind, start_ns + step.wall_ns
+        exclusion = self._exclusion_flag(step, start_ns, end_ns)
         if not (step.step or self._has_steps):
-            return [], None  # a call before the first loop: start-up
-        mode, kind, start_ns, end_ns = step.mode, step.kind, step.start_ns, step.start_ns + step.wall_ns
+            return [], None, exclusion  # a call before the first loop: start-up
         if not self._has_steps:
             activity = "startup"
             self._end_ns = min(self._end_ns, start_ns)  # a process reports itself within its first step
@@ -151,7 +153,7 @@ class TimeAccount:
             self._last_steps[kind] = step.step
         if self._interruptions:
             self._drop_old_interruptions()
-        return intervals, gap
+        return intervals, gap, exclusion
 
     def _excess_of_first_steps(self, kind: int, end_ns: int, busy_ns: int) -> list[ActivityInterval]:
         """Add one of the first steps of a kind. Return corrections: what slow earlier ones took longer is start-up.
@@ -166,13 +168,11 @@ class TimeAccount:
         self._first_steps[kind].append((end_ns, busy_ns))
         return corrections
 
-    def exclusion_flag(self, start_ns: int, end_ns: int, waited_ns: int) -> int:
-        """Return the flag of a step that statistics exclude; 0 for other steps.
-
-        `waited_ns`: how long the step waited for data and other ranks.
-        """
+    def _exclusion_flag(self, step: Step, start_ns: int, end_ns: int) -> int:
+        """Return the flag of a step that statistics exclude; 0 for other steps."""
         if self.overlaps_stall(start_ns, end_ns):
             return STALLED
+        waited_ns = step.phases.get("data", 0) + step.phases.get("sync", 0)
         return STARTUP if not self._has_steps and waited_ns >= _MIN_STARTUP_WAIT_NS else 0
 
     def overlaps_stall(self, start_ns: int, end_ns: int) -> bool:
@@ -245,8 +245,6 @@ class TimeAccount:
 
     def _step_intervals(self, activity: str, mode: str, start_ns: int, end_ns: int) -> list[ActivityInterval]:
         """Return the intervals of a step: its input waits, and the time between them."""
-        if not self._interruptions:
-            return self._make_interval(activity, mode, start_ns, end_ns)
         input_waits = [(name, start, end) for name, start, end in self._interruptions if name == "input"]
         return self._split_interval(activity, mode, start_ns, end_ns, input_waits)
 

@@ -20,7 +20,7 @@ from dpmon.store.table import StoreTable
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.database import BoundedConnection
+    from dpmon.store.database import HistoryConnection
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS widths (
@@ -118,7 +118,7 @@ def prune_buckets(db: sqlite3.Connection, limit_bytes: int) -> None:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_origin_s(connection: BoundedConnection) -> int:
+def read_origin_s(connection: HistoryConnection) -> int:
     """Return the second of the run's start in the tables; 0 if the history is empty."""
     return next((origin_s for (origin_s,) in connection.rows("SELECT value FROM meta WHERE key = 'origin_s'")), 0)
 
@@ -138,7 +138,7 @@ def starts_query(buckets: Iterable[tuple[int, int, int]]) -> str:
 class TimeBuckets:
     """The time buckets of a history, for its readers."""
 
-    def __init__(self, connection: BoundedConnection, origin_s: int = 0) -> None:
+    def __init__(self, connection: HistoryConnection, origin_s: int = 0) -> None:
         self._origin_s = origin_s
         self.made_until = dict.fromkeys(WIDTHS, 0)
         """The second up to which the buckets of a width exist, by width."""

@@ -26,8 +26,6 @@ class WriteBatch:
     """The second of the run's start (dpmon.store.time_buckets)."""
     rows: dict[StoreTable[Any], list[Any]] = field(default_factory=lambda: defaultdict(list))
     """By table."""
-    characters: int = 0
-    """Characters of text in the rows."""
     steps_by_tally: dict[tuple[int, TallyKey], SecondOfSteps] = field(
         default_factory=lambda: defaultdict(SecondOfSteps)
     )
@@ -52,14 +50,13 @@ class WriteBatch:
         """Return the second of the time buckets for a time (ns since the run's start)."""
         return time_ns // SECOND + self.origin_s
 
-    def add(self, table: StoreTable[RowT], row: RowT, *texts: str | None) -> None:
-        """Add a row. `texts`: its longer texts."""
+    def add(self, table: StoreTable[RowT], row: RowT) -> None:
+        """Add a row."""
         self.rows[table].append(row)
-        self.characters += sum([len(text) for text in texts if text is not None])
 
     def add_step(self, key: TallyKey, row: StepRow, series: Iterable[tuple[str, int]]) -> None:
         """Add a step, also to its tally. `series`: values of further series."""
-        self.add(STEPS, row, row.called, row.spans, row.device)
+        self.add(STEPS, row)
         second_of_steps = self.steps_by_tally[self.second_of(row.end_ns), key]
         second_of_steps.rows.append(row)
         second_of_steps.series += series

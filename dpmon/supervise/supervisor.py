@@ -7,6 +7,7 @@ unchanged if the supervisor stops.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import shutil
@@ -69,6 +70,8 @@ MAX_MEMORY_HISTORY_BYTES = 32 << 20
 MAX_DRAIN_WAIT_S = 0.05
 """Longest wait between two reads of the rings. With dpmon.store.ring_drain.COMMIT_S, it limits how long a record takes
 to reach the history. At 100,000 spans per second, a ring is full in 0.3 s, so it must be read more often."""
+COLLECTION_THRESHOLD = 100_000
+"""How many new objects start a garbage collection. Rows create many objects, but no reference cycles."""
 CHECK_INTERVAL_S = 0.2
 """Time between two checks of things that rarely change."""
 SEARCH_INTERVAL_S = 5.0
@@ -301,7 +304,7 @@ class Supervisor:
     def _catch_up(self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
-        self._recorded_warnings = set(drain.recorded_warnings())
+        self._recorded_warnings = {data["text"] for data in drain.recorded_events("warning")}
         # The notifier of the killed supervisor may still run.
         has_event_command, has_metrics = is_locked(self._directory, EVENTS_FILE), self._metrics_file is not None
         for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):
@@ -343,7 +346,7 @@ class Supervisor:
         drain.flush(command_ended=True)
         data = {"status": exit_info.status, "signal": exit_info.signal, "t_s": exit_info.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(exit_info, name)) is not None}
-        if not drain.has_exit_record():  # otherwise, a supervisor that was killed later has recorded it
+        if not drain.recorded_events("exit"):  # otherwise, a supervisor that was killed later has recorded it
             drain.emit("exit", data)
         drain.flush()
         if metrics is not None:
@@ -383,6 +386,7 @@ def _inherited_descriptors() -> list[int]:
 
 def main(directory: str, argument: str) -> None:
     """Supervise the run in `directory`. `argument`: TAKE_OVER, or the descriptor with the run's lock."""
+    gc.set_threshold(COLLECTION_THRESHOLD)
     try:
         supervisor = Supervisor(Path(directory))
         if argument == TAKE_OVER:

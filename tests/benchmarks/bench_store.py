@@ -16,6 +16,7 @@ given as measured, and in brackets as on the reference, which the budgets are fo
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import statistics
@@ -45,6 +46,7 @@ from dpmon.store.tally_keys import TallyKey  # noqa: E402
 from dpmon.store.tally_tables import SecondOfSteps  # noqa: E402
 from dpmon.store.time_accounting import ActivityInterval  # noqa: E402
 from dpmon.store.write_batch import WriteBatch  # noqa: E402
+from dpmon.supervise.supervisor import COLLECTION_THRESHOLD  # noqa: E402
 from support.history_builders import StepFacts, quantities  # noqa: E402
 from support.record_builders import TRAINING_FLAGS, call_row, consecutive_spans, step_row  # noqa: E402
 from support.ring_writers import RowRing, use_row_rings  # noqa: E402
@@ -264,6 +266,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=("writing", "reading"), default=("writing", "reading"))
     options = parser.parse_args()
     use_row_rings(pytest.MonkeyPatch())
+    gc.set_threshold(COLLECTION_THRESHOLD)
     print(Yardstick().state())
     if "writing" in options.only:
         writing(options.seconds)

@@ -60,7 +60,7 @@ def counted(dpmon: Dpmon) -> str:
 
     sent = int((dpmon.last() / "output.log").read_text().removeprefix("sent "))
     with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
-        seen, missed = db.execute("SELECT sequence, missed FROM rings WHERE name = 'process-0.ring'").fetchone()
+        seen, missed = db.execute("SELECT position, missed FROM rings WHERE name = 'process-0.ring'").fetchone()
         pruned = db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()[0]
     verdict = "" if seen == sent else "  DOES NOT ADD UP"
     return f"sent {sent:,}  seen {seen - missed:,}  dropped {missed:,}  pruned {pruned:,}{verdict}"

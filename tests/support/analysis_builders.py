@@ -14,7 +14,7 @@ from dpmon.model.layouts import CallLayouts, IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.model.mode_stats import ModeStats
 from dpmon.store.step_stats import PhaseStats, Rate
-from dpmon.store.steps import StepRow
+from dpmon.store.steps import MEASURED, StepRow
 from dpmon.store.tally import SeriesStats, Tally
 from support.history_builders import run_analysis_with, series_stats, with_changes
 from support.record_builders import SECOND
@@ -70,7 +70,8 @@ def replica_stats(number: int, rows: int | None = 16, ms: float = 5.0, **more: A
 
 
 def long_step(ms: float, phase: str = "data", step: int = 500) -> StepRow:
-    return StepRow(1, 0, step, "dp", 60 * SECOND, int(ms * MS), 0, 0, {phase: int(ms * 0.9 * MS)})
+    measured = tuple(int(ms * 0.9 * MS) if name == phase else None for name in MEASURED)
+    return StepRow(1, 0, step, "dp", 60 * SECOND, int(ms * MS), 0, 0, measured)
 
 
 HEALTHY_RUN = run_analysis_with(

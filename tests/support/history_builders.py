@@ -35,7 +35,7 @@ from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
 from dpmon.store.activity_times import read_times
-from dpmon.store.database import HISTORY_FILE, LARGEST, BoundedConnection
+from dpmon.store.database import HISTORY_FILE, HistoryConnection
 from dpmon.store.events import read_events
 from dpmon.store.gaps import read_gaps
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
@@ -191,12 +191,10 @@ def _source(row: Row, process: int) -> int:
 # ------------------------------------------------------------------------------------------------ steps
 
 
-def account_step(
-    number: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool = False, exclusion: int = 0
-) -> tuple[Step, int]:
+def account_step(number: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool = False) -> tuple[Step, int]:
     """Return the arguments of `TimeAccount.add_step`."""
     kind = EVALUATION if evaluation else TRAINING
-    return Step(0, None, number, mode, start_ns, wall_ns, None, {}, kind=kind), exclusion
+    return Step(0, None, number, mode, start_ns, wall_ns, None, {}, kind=kind), start_ns
 
 
 # ------------------------------------------------------------------------------------------------ run directories
@@ -272,11 +270,8 @@ class StepFacts(NamedTuple):
 
     def row(self, start: int, key: TallyKey, row_id: Any = None) -> StepRow:
         """Return its row of the table."""
-        names = [*(quantity.name for quantity in QUANTITIES), *(phase.name for phase in SCHEMA)]
-        values = zip(names, (*self.quantities, *self.phases), strict=True)
-        measured = {name: value for name, value in values if value is not None}
         place = row_id, key.process, self.number, key.mode, start, self.wall, key.kind, self.calls
-        return StepRow(*place, measured, rest_ns=self.rest)
+        return StepRow(*place, (*self.quantities, *self.phases), rest_ns=self.rest)
 
 
 def quantities(**known: int | None) -> tuple[int | None, ...]:
@@ -359,7 +354,7 @@ def series_stats(values: Sequence[int]) -> SeriesStats:
 
 def open_unlimited_store(db: sqlite3.Connection) -> Store:
     """Return the store of a history without a limit on reading."""
-    return Store(BoundedConnection(db, LARGEST))
+    return Store(HistoryConnection(db))
 
 
 @contextmanager

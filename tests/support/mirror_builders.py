@@ -17,7 +17,7 @@ from dpmon.record.record_types import Event
 from dpmon.run.run_directory import RunInfo
 from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import read_collective_sums
-from dpmon.store.database import BoundedConnection
+from dpmon.store.database import HistoryConnection
 from dpmon.store.device_rollups import read_device_minutes, read_host_memory
 from dpmon.store.events import iter_events, read_chart_samples
 from dpmon.store.gaps import read_gaps
@@ -123,7 +123,7 @@ def row_line(table: str, *rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_mirror_store(records: MirrorHistory) -> Store:
-    return Store(BoundedConnection(records._db, 1 << 30))
+    return Store(HistoryConnection(records._db))
 
 
 _READS = (read_shapes, read_device_minutes, find_invalid_losses, read_collective_sums, read_times, read_tallies)

@@ -296,7 +296,6 @@ class ManyNodes:
 
     def _begin(self, store: Store, rows: Mapping[int, Any]) -> None:
         many = self._db.executemany
-        self._history._connection.set_size(1 << 30, writes=True)
         self._db.execute("BEGIN")
         for number in range(self.nodes):
             self.node(number, "connected")
@@ -337,8 +336,6 @@ class ManyNodes:
     def second(self, at_s: int) -> None:
         """Write the records of one second, in one transaction."""
         many, shift = self._db.executemany, at_s - _COPIED_SECOND
-        self._history._connection.set_size(1 << 30, writes=True)
-        self._history._connection.reset_instruction_count()
         self._db.execute("BEGIN IMMEDIATE")
         there = [rank for rank in range(self.ranks) if rank // self.each not in self.silent]
         steps, rings = [], []

@@ -1,8 +1,7 @@
-"""Databases that are made to take forever, to fill the memory or to run code."""
+"""Databases that are made to run code."""
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -76,20 +75,3 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
         read_all(directory)
     with pytest.raises(HistoryError, match="not dpmon's"):
         HistoryWriter.open(directory, {})
-
-
-def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows have the smallest possible size, so it has the largest possible number of rows for its size."""
-    altered(
-        directory,
-        f"INSERT INTO events SELECT 1000 + i, NULL, '', NULL, '' FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
-        "INSERT INTO steps (id, process, step, mode, start_ns, wall_ns, kind, calls, missing_spans)"
-        f" SELECT 1000 + i, 0, 0, 'dp', 0, 0, 0, 0, 0 FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
-    )
-    with open_store(directory) as store:
-        assert len(store.query("SELECT id FROM steps")) > 300_000
-        assert len(store.query("SELECT id FROM events")) > 300_000
-    assert os.path.getsize(directory / "history.sqlite") < 20 << 20
-    monkeypatch.setattr("dpmon.store.database._MIN_ROW_BYTES", 1 << 40)
-    with pytest.raises(HistoryError, match="more rows than"), open_store(directory) as store:
-        store.query("SELECT id FROM steps")  # as if a damaged tree repeated its rows without end

@@ -10,7 +10,7 @@ import pytest
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import WRAPPERS_READ, RunEvents
 from dpmon.record.record_types import Event
-from dpmon.store.events import read_memory, read_newest_memory
+from dpmon.store.events import read_newest_memory
 from dpmon.store.steps import (
     read_called_steps,
     read_newest_activity,
@@ -32,7 +32,7 @@ def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
         for number in processes
         for step in read_called_steps(store, number, 1)
     }
-    memory = {number: event for number in processes if (event := read_memory(store, number)) is not None}
+    memory = {number: event for each in processes for number, event in read_newest_memory(store, [each]).items()}
     return {"steps": {**steps}, "ends": ends, "memory": {**memory}}
 
 

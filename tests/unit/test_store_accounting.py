@@ -95,7 +95,7 @@ class Loop:
             self.stretch(inside, mode, self.some())
             if self.chance.random() < 0.15:
                 self.wait(inside, mode)
-        spent, gap = self.account.add_step(
+        spent, gap, _ = self.account.add_step(
             *account_step(self.numbers[evaluation], mode, start, self.now - start, evaluation)
         )
         self.spent += spent
@@ -194,8 +194,7 @@ def stalled_steps(account: TimeAccount, *steps: tuple[int, int]) -> list[Activit
     """Add steps (start, duration in s) that the account may leave out."""
     spent: list[ActivityInterval] = []
     for number, (start, wall) in enumerate(steps, 1):
-        left_out = account.exclusion_flag(start * SECOND, (start + wall) * SECOND, 0)
-        spent += account.add_step(*account_step(number, "dp", start * SECOND, wall * SECOND, False, left_out))[0]
+        spent += account.add_step(*account_step(number, "dp", start * SECOND, wall * SECOND, False))[0]
     return spent
 
 
@@ -271,8 +270,8 @@ def spent_on(account: TimeAccount, evaluation: bool, *walls: int, begin: int, da
     found: Counter[str] = Counter()
     for wall in walls:
         number = account._last_steps.get(EVALUATION if evaluation else TRAINING, 0) + 1
-        step, exclusion = account_step(number, "dp", begin * MS, wall * MS, evaluation)
-        intervals, _ = account.add_step(step._replace(phases={"data": data_ns}), exclusion)
+        step, start_ns = account_step(number, "dp", begin * MS, wall * MS, evaluation)
+        intervals, *_ = account.add_step(step._replace(phases={"data": data_ns}), start_ns)
         for interval in intervals:
             found[interval.activity] += interval.sign * (interval.end - interval.begin) // MS
         begin, data_ns = begin + wall, 0
@@ -298,9 +297,9 @@ def test_the_time_before_a_step_belongs_to_its_kind() -> None:
     """900 ms before an evaluation, and 990 ms before the next training step."""
     account = TimeAccount()
     account.add_step(*account_step(1, "dp", 0, 100 * MS, False))
-    spent, gap = account.add_step(*account_step(1, "dp", SECOND, 10 * MS, True))
+    spent, gap, _ = account.add_step(*account_step(1, "dp", SECOND, 10 * MS, True))
     assert (sums(spent), gap) == ({("evaluation", "dp"): 910 * MS}, None)
-    spent, gap = account.add_step(*account_step(2, "dp", 2 * SECOND, 100 * MS, False))
+    spent, gap, _ = account.add_step(*account_step(2, "dp", 2 * SECOND, 100 * MS, False))
     assert sums(spent) == {("between", "dp"): 990 * MS, ("training", "dp"): 100 * MS}
     assert gap == (0, 1, "dp", SECOND + 10 * MS, 2 * SECOND, 990 * MS)
 

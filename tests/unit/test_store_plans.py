@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dpmon.export.incremental_rows import IncrementalRows
 from dpmon.record.history_rows import Row
 from dpmon.store.step_stats import StatsWindow
-from dpmon.store.steps import find_next_step_ns
 from dpmon.store.store_queries import Store
 from dpmon.store.tally_tables import count_steps, read_tally_rows
 from support.history_builders import Recording
@@ -28,7 +27,6 @@ def read_everything(store: Store) -> None:
         assert list(read_tally_rows(store, 3, 33, process=process, widest=10))
         assert list(read_tally_rows(store, process=process, series=("step",), sketches=False))
     assert count_steps(store, 0, 30, [0])
-    find_next_step_ns(store, 1, 5 * SECOND)
     rows = IncrementalRows(rollups=True)
     for second in (20, 22):
         rows.next_chunk(store, second, is_last=False)

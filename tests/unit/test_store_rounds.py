@@ -12,7 +12,7 @@ from dpmon.errors import HistoryError
 from dpmon.record.schema import AFTER_OTHER_KIND, UNCOMPARED
 from dpmon.store import sync_passes
 from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.steps import StepRow
+from dpmon.store.steps import MEASURED, StepRow
 from dpmon.store.sync_passes import RankGroups, RankStepWait, join_sync_steps
 from dpmon.store.tally_keys import TallyKey
 
@@ -20,8 +20,9 @@ Step = tuple[int, int, int]
 """Process, number of its last pass, and tail (ns) of a step."""
 
 
-def _row(process: int, number: int, wall_ns: int) -> StepRow:
-    return StepRow(1000 * process + number, process, number, "single", 0, wall_ns, 0, 0, {})
+def _row(process: int, number: int, wall_ns: int, passes: int) -> StepRow:
+    measured = tuple(passes if name == "synced" else None for name in MEASURED)
+    return StepRow(1000 * process + number, process, number, "single", 0, wall_ns, 0, 0, measured)
 
 
 class Ranks:
@@ -42,7 +43,7 @@ class Ranks:
         added = [
             self.groups.sync_step(
                 TallyKey(process, "single", kind, 8),
-                _row(process, number, 2 * tail_ns)._replace(kind=kind, measured={"synced": passes}, sync_number=number),
+                _row(process, number, 2 * tail_ns, passes)._replace(kind=kind, sync_number=number),
                 tail_ns,
                 number,
             )

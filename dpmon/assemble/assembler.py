@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import RowQueue
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, make_block
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_boundaries import StepBoundaryFinder
 from dpmon.assemble.step_row_builder import StepRowBuilder
-from dpmon.record.history_rows import Definition, Row, parse_definition
+from dpmon.record.history_rows import Definition, Definitions, Row, parse_definition
 from dpmon.record.record_types import Event
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Kind, Span
@@ -37,7 +36,7 @@ class Assembler:
 
     def __init__(self) -> None:
         self._dropped = 0
-        self._definitions = KnownDefinitions()
+        self._definitions = Definitions()
         self._events = EventQueue()
         self._collectives = SampledCollectives(self._definitions)
         self._rows = RowQueue()
@@ -152,7 +151,7 @@ class Assembler:
             if "end" in line:
                 self._ended_by_exception = line.get("uncaught") is True
             elif "optimizer" in line:
-                self._definitions.optimizers += 1
+                self._boundaries.has_optimizer = True
             elif "define" in line:
                 self._definitions.remember(line["define"], parse_definition(line["value"]))
                 self._rows.add(Definition(line["define"], line["value"]))

@@ -10,8 +10,7 @@ import struct
 from bisect import bisect_right
 from collections import deque
 
-from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.record.history_rows import CollectiveRow, LossRow
+from dpmon.record.history_rows import CollectiveRow, Definitions, LossRow
 from dpmon.record.span_format import Span
 
 MAX_STEPS = 32
@@ -22,7 +21,7 @@ MAX_WAITING = 1 << 14
 class SampledCollectives:
     """Finds the steps of one process's sampled collectives and losses."""
 
-    def __init__(self, definitions: KnownDefinitions) -> None:
+    def __init__(self, definitions: Definitions) -> None:
         self._definitions = definitions
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
         """The last training steps, as (start, end, number)."""

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.assemble.boundary_state import BoundaryTimeout, OpenStep, OptimizerCycle, kind_of_call
-from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.step_row_builder import Item, StepRowBuilder, end_without_overhead
 from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.history_rows import Definitions
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.span_format import Flag, Kind, Span
 
@@ -47,7 +47,7 @@ class _Checkpoint(NamedTuple):
 class StepBoundaryFinder:
     """Divides the blocks of one process into steps."""
 
-    def __init__(self, definitions: KnownDefinitions, row_builder: StepRowBuilder) -> None:
+    def __init__(self, definitions: Definitions, row_builder: StepRowBuilder) -> None:
         self._definitions = definitions
         self._row_builder = row_builder
         self.held: list[Item] = []
@@ -56,6 +56,8 @@ class StepBoundaryFinder:
         self._cycle = OptimizerCycle()
         self.has_trained = False
         """Whether a backward pass or an optimizer step ran on the training thread."""
+        self.has_optimizer = False
+        """Whether the script has made an optimizer."""
         self._is_open = False
         self._began_with_fetch = False
         """Whether the open step began with a fetch."""
@@ -354,7 +356,7 @@ class StepBoundaryFinder:
     def _check_timeout(self) -> None:
         """Stop waiting for an optimizer step at the limit: try the next rule, or end a step with too many calls."""
         step, timeout = self._step, self._timeout
-        has_optimizer = bool(self._definitions.optimizers) or self._cycle.ends >= 0
+        has_optimizer = self.has_optimizer or self._cycle.ends >= 0
         may_learn = not (step.only_evaluates or step.backward)  # a backward pass may follow
         has_too_many = timeout.has_too_many_calls(step.calls, has_optimizer or may_learn)
         if not has_too_many and not timeout.has_waited_too_long(self._last_end - step.first_call, has_optimizer):
@@ -409,7 +411,7 @@ class StepBoundaryFinder:
     def _flush_oversized_step(self) -> None:
         """Record the held items of a step that is too long."""
         items, self.held = self.held, []
-        trains = self.has_trained or self._definitions.optimizers  # a backward pass will probably follow
+        trains = self.has_trained or self.has_optimizer  # a backward pass will probably follow
         kind = TRAINING if trains else self._step.kind
         part = self._step.part = self._row_builder.record_items(items, kind, self._step.part)
         self._row_builder.add_calls_alone(part)

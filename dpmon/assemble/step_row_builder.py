@@ -7,20 +7,19 @@ from typing import TypeAlias
 
 from dpmon.assemble.boundary_state import FetchTracker, kind_of_call
 from dpmon.assemble.call_rows import FLAGS, ComposedCallBuilder, build_call
-from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import PendingTimes, RowQueue, TimingIntervalController
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, PRIMITIVES, Block, BlockContents
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
-from dpmon.record.record_types import MAX_SPANS, CallRow, mode_of
+from dpmon.record.history_rows import Definitions, Layout
+from dpmon.record.record_types import MAX_SPANS, CallRow, count_rows, mode_of
 from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
-_MAX_CALL_FACTS = 1 << 15
 _MAX_MEMORY_SAMPLES = 64
 _NO_SPANS: Sequence[Span] = ()
 
@@ -28,7 +27,7 @@ _NO_SPANS: Sequence[Span] = ()
 class StepRowBuilder:
     """Makes and numbers the rows of one process, and adds them to `rows`."""
 
-    def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives, rows: RowQueue) -> None:
+    def __init__(self, definitions: Definitions, collectives: SampledCollectives, rows: RowQueue) -> None:
         self.definitions = definitions
         self._collectives = collectives
         self._rows = rows
@@ -50,8 +49,6 @@ class StepRowBuilder:
         self._peak_samples: set[int] = set()
         self._totals = StepTotals()
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
-        self._call_facts: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
-        """By (layout, inputs, outputs) of a call: the result of `_find_call_facts`."""
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -158,40 +155,20 @@ class StepRowBuilder:
 
     def _record_plain_call(self, call: Span, contents: BlockContents | None) -> None:
         number, _, flags, _, thread, site, start, duration_ns, inputs, outputs = call
-        call_facts = self._call_facts.get((site, inputs, outputs)) or self._find_call_facts(call)
-        if call_facts is None:
-            self.dropped += 1
-            if thread == self.thread:
-                self._count_call(flags, -1 - site, -1)
-            return
-        is_plain, inputs, outputs, module, rows = call_facts
+        layout = self.definitions.layouts.get(site)
         if thread == self.thread:
-            self._count_call(flags, module, rows)
+            self._count_call(call, layout, inputs)
+        if layout is None:
+            self.dropped += 1
+            return
         parts = contents.parts.get(number) if contents is not None else None
-        if parts or flags & _NOT_PLAIN or not is_plain:
+        if parts or flags & _NOT_PLAIN or not layout.can_have_replicas:
             self._record_call(*build_call(self.definitions, call, parts or ()))
             return
         self.calls += 1
         if self.awaiting_events:
             self._emit_awaiting_events()
         self._totals.calls.append(CallRow(self.calls, flags & FLAGS, site, start, duration_ns, inputs, outputs))
-
-    def _find_call_facts(self, call: Span) -> tuple[bool, int, int, int, int] | None:
-        """Return and cache what calls with this layout and these sizes share; None if the layout is unknown.
-
-        The result is (whether a call without parts has exactly one replica, inputs or 0, outputs or 0, module, rows or
-        -1), with 0 and -1 for unknown values.
-        """
-        site, inputs, outputs = call.site, *map(self.definitions.sizes_or_zero, (call.inputs, call.outputs))
-        layout = self.definitions.layouts.get(site)
-        if layout is None:
-            return None
-        if len(self._call_facts) >= _MAX_CALL_FACTS:
-            self._call_facts.clear()
-        is_plain = bool(layout.devices) and "replicas" not in layout.absent
-        call_facts = is_plain, inputs, outputs, self.definitions.module(site), self.definitions.batch_rows(inputs, site)
-        self._call_facts[call.site, call.inputs, call.outputs] = call_facts
-        return call_facts
 
     def _record_call(self, call: CallRow, times: PendingTimes) -> None:
         self.calls += 1
@@ -210,16 +187,17 @@ class StepRowBuilder:
         inputs = self._call_builder.add_primitive(span, parts)
         if span.kind != Kind.PARALLEL_APPLY:
             return
-        if span.site not in self.definitions.layouts:
+        layout = self.definitions.layouts.get(span.site)
+        if layout is None:
             self.dropped += 1
         elif span.thread == self.thread:
-            self._count_call(
-                span.flags, self.definitions.module(span.site), self.definitions.batch_rows(inputs, span.site)
-            )
+            self._count_call(span, layout, inputs)
 
-    def _count_call(self, flags: int, module: int, rows: int) -> None:
-        """Count the rows of a call on the training thread."""
-        totals = self._totals
+    def _count_call(self, call: Span, layout: Layout | None, inputs: int) -> None:
+        """Count the rows of a call on the training thread. `inputs`: the definition of the sizes of its batch."""
+        totals, flags, module = self._totals, call.flags, self.definitions.module(call.site)
+        known_rows = None if layout is None else count_rows(self.definitions.sizes.get(inputs), layout.dim)
+        rows = -1 if known_rows is None else known_rows
         if not totals.mode:
             totals.mode = mode_of(flags)
         totals.failed = bool(flags & Flag.FAILED)

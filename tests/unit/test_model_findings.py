@@ -186,7 +186,7 @@ def test_fewer_threads_are_advised_only_where_the_run_needs_too_many() -> None:
 @pytest.mark.parametrize(("calls", "is_advised"), [((1000,), False), ((980, 20), False), ((700, 300), True)])
 def test_batches_of_similar_size_are_advised_only_where_sizes_differ(calls: tuple[int, ...], is_advised: bool) -> None:
     shapes = [CallShape(0, "single", 0, 1, 0, f"[{number},9]", 0, count) for number, count in enumerate(calls, 1)]
-    layouts = CallLayouts(shapes, {0: Definitions(9)})
+    layouts = CallLayouts(shapes, {0: Definitions()})
     assert ("batches of similar size" in spread_advice(layouts=layouts)) == is_advised
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dpmon.assemble.nesting import LEARNS
-from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.record_types import Batches
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from dpmon.record.span_format import Span
@@ -29,8 +28,6 @@ class OpenStep:
     """Module of its last evaluation call."""
     evaluated: frozenset[int] = frozenset()
     """Modules of all evaluation calls."""
-    part: StepTotals | None = None
-    """Totals of its recorded part; None while all its blocks are held."""
 
     def add_call(self, call: Span, module: int) -> bool:
         """Add a call of `module`. Return whether the call trains or records gradients."""
@@ -63,9 +60,6 @@ def kind_of_call(call: Span) -> int:
     return FORWARD_ONLY if call.flags & LEARNS == LEARNS else EVALUATION
 
 
-_MAX_OPTIMIZERS = 4096
-
-
 class OptimizerCycle:
     """The order of the optimizers. When one of them steps for the second time, the one before it ends a step."""
 
@@ -84,8 +78,7 @@ class OptimizerCycle:
             self.since.clear()
             return True
         if site not in self.since:
-            if len(self.since) < _MAX_OPTIMIZERS:
-                self.since[site] = None
+            self.since[site] = None
             return False
         self.close_cycle()
         return None
@@ -110,7 +103,6 @@ SOON_NS, LATE_NS = 5_000_000_000, 60_000_000_000
 """Limits since the first call of a step, without and with an optimizer."""
 TIMES = 4
 """A step may take this many times the last `pace`, or have this many times the calls of the last step."""
-MAX_PACE = 3_600_000_000_000
 
 
 class BoundaryTimeout:
@@ -129,7 +121,7 @@ class BoundaryTimeout:
     def add_optimizer_step(self, start: int, end: int, calls: int) -> None:
         """Note that an optimizer ended the step that began at `start`. `calls`: calls of the process so far."""
         self.calls, self.calls_before = max(calls - self.calls_before, 0), calls
-        self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
+        self.pace = max(end - (self.ended or start), 0)
         self.ended = end
 
     def has_too_many_calls(self, calls: int, allows_many: bool) -> bool:

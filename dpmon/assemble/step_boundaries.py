@@ -25,7 +25,7 @@ from dpmon.record.span_format import Flag, Kind, Span
 STALE_STEPS = 64
 """After more than this many steps of the loop's last optimizer without a fetch, the loader no longer divides steps."""
 MAX_HELD = 1 << 14
-"""How many blocks are held. A longer step is recorded in parts and cannot be replayed."""
+"""How many blocks are held. A longer step is divided."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _CALL_STARTS = (Kind.SCATTER, Kind.REPLICATE)
@@ -102,15 +102,13 @@ class StepBoundaryFinder:
             self._handle_block(block)
         else:
             self._handle_outside_step(block)
-        if len(self.held) > MAX_HELD:
-            self._flush_oversized_step()
+        self._divide_oversized_step()
 
     def add_other_thread_block(self, block: Block) -> None:
         """Add calls of another thread. They are recorded with the open step."""
         if self._is_open:
             self._hold_item(block)
-            if len(self.held) > MAX_HELD:
-                self._flush_oversized_step()
+            self._divide_oversized_step()
         else:
             self._row_builder.add_calls_outside_step(block)
 
@@ -126,7 +124,7 @@ class StepBoundaryFinder:
         if self.held and event.fill in ("next", "last"):
             self._hold_item(event)
             return
-        self._row_builder.place_event(event, self._row_builder.number + bool(self.held or self._step.part))
+        self._row_builder.place_event(event, self._row_builder.number + bool(self.held))
 
     def fetch_began(self, start_ns: int, loop: int = 0) -> None:
         """Handle the start of a fetch at the top level, which ends the open step. `loop`: its loop; 0 if unknown."""
@@ -203,7 +201,7 @@ class StepBoundaryFinder:
         else:
             self._choose_final_rule()
             if self._step.calls:
-                self._close_step(self._last_end, is_partial=self.lacks_start)
+                self._close_step(self._last_end)
         self._drop_open_step()
 
     def _drop_open_step(self) -> None:
@@ -274,7 +272,7 @@ class StepBoundaryFinder:
             if module not in self._learning_modules:
                 self._learning_modules |= {module}
                 is_new_learner = is_new_learner or module in step.evaluated
-        if not is_new_learner or self._began_with_fetch or self._restarts or self._step.part:
+        if not is_new_learner or self._began_with_fetch or self._restarts:
             return False
         self._start_over()
         return True
@@ -321,11 +319,11 @@ class StepBoundaryFinder:
         self._rule = BY_OPTIMIZER
         if not ends_step or not self._step.calls:
             return
-        if cycle_changed and not self._restarts and not self._step.part:
+        if cycle_changed and not self._restarts:
             self._start_over()
             return
         self._timeout.add_optimizer_step(self._start, end, self._row_builder.calls + self._step.calls)
-        self._close_step(end, is_partial=self.lacks_start)
+        self._close_step(end)
         self._is_open, self._start, self._last_end = True, end, end
 
     # ------------------------------------------------------------------------------------------ replay
@@ -333,7 +331,7 @@ class StepBoundaryFinder:
     def _start_over(self) -> None:
         """Replay all held items from the checkpoint, because the rule or the optimizer cycle has changed."""
         checkpoint = self._checkpoint
-        if not self.held or self._step.part:
+        if not self.held:
             return
         items, self.held = self.held, []
         self._is_open, self._start, self._last_end = checkpoint.is_open, checkpoint.start, checkpoint.last_end
@@ -390,28 +388,29 @@ class StepBoundaryFinder:
 
     # ------------------------------------------------------------------------------------------ the end of a step
 
-    def _close_step(self, end: int, *, is_repeated: bool = False, is_partial: bool = False) -> None:
+    def _close_step(self, end: int, *, is_repeated: bool = False) -> None:
         """End the open step at `end`. See `_record_step`."""
-        self._row_builder.add_step(self._record_step(is_repeated=is_repeated, is_partial=is_partial), self._start, end)
+        self._row_builder.add_step(self._record_step(is_repeated=is_repeated), self._start, end)
         self._step = OpenStep()
         self.lacks_start = False
 
-    def _record_step(self, *, is_repeated: bool = False, is_partial: bool = False) -> StepTotals:
+    def _record_step(self, *, is_repeated: bool = False) -> StepTotals:
         """Record the held items, with which the open step ends. Return its totals.
 
-        `is_repeated`: the next block begins another step like it. `is_partial`: its start is missing, so it gets no
-        number.
+        `is_repeated`: the next block begins another step like it.
         """
         items, self.held = self.held, []
         kind, previous_kind = self._step.kind, self._previous_kind
         self._previous_kind = kind
         is_turn = kind == TRAINING or self._began_with_fetch or is_repeated or previous_kind == kind
-        return self._row_builder.record_items(items, kind, self._step.part, numbered=is_turn and not is_partial)
+        return self._row_builder.record_items(items, kind, numbered=is_turn and not self.lacks_start)
 
-    def _flush_oversized_step(self) -> None:
-        """Record the held items of a step that is too long."""
-        items, self.held = self.held, []
-        trains = self.has_trained or self.has_optimizer  # a backward pass will probably follow
-        kind = TRAINING if trains else self._step.kind
-        part = self._step.part = self._row_builder.record_items(items, kind, self._step.part)
-        self._row_builder.add_calls_alone(part)
+    def _divide_oversized_step(self) -> None:
+        """End the open step if it has too many items."""
+        if len(self.held) <= MAX_HELD:
+            return
+        if self._step.calls:
+            self._close_step(self._last_end)
+            self._start = self._last_end
+        else:
+            self._drop_open_step()

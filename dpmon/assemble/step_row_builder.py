@@ -72,14 +72,12 @@ class StepRowBuilder:
         if row is not None:
             self._rows.add(row)
 
-    def record_items(
-        self, items: Iterable[Item], kind: int, part: StepTotals | None = None, *, numbered: bool = True
-    ) -> StepTotals:
-        """Record items of the open step. Return the totals of these items and of the step's recorded `part`.
+    def record_items(self, items: Iterable[Item], kind: int, *, numbered: bool) -> StepTotals:
+        """Record the items of the open step. Return its totals.
 
         `kind`: the kind of the step. `numbered`: whether the step gets a number.
         """
-        totals = self._totals = part or StepTotals()
+        totals = self._totals = StepTotals()
         totals.number, totals.kind = self.numbers[kind] + 1 if numbered else 0, kind
         last_started = self.number + (kind == TRAINING)
         times, spans, thread = totals.times, totals.spans, self.thread

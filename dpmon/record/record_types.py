@@ -254,7 +254,7 @@ class Step(NamedTuple):
     rank: int | None
     step: int
     """Its number, from 1. Otherwise, it is no step of a loop: 0 for calls outside the steps, -n for calls of step n
-    that the step does not hold, because it did not end or has very many."""
+    that the step does not hold, because it did not end."""
     mode: str
     start_ns: int
     wall_ns: int

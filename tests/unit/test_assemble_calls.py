@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.assemble import Assembler, step_boundaries
+from dpmon.assemble import Assembler
 from dpmon.record.record_types import UNTIMED, Call
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Kind, Span
@@ -296,10 +296,7 @@ def test_device_times_of_a_data_parallel_call() -> None:
 
 
 @pytest.mark.parametrize(("calls", "forward"), [(10, 10.0), (5000, None)])
-def test_device_times_of_a_step_that_is_recorded_in_parts(
-    monkeypatch: pytest.MonkeyPatch, calls: int, forward: float | None
-) -> None:
-    monkeypatch.setattr(step_boundaries, "MAX_HELD", 3)
+def test_a_step_with_too_many_timed_calls_has_no_device_times(calls: int, forward: float | None) -> None:
     script = Script()
     net = script.model()
     script.fetch()

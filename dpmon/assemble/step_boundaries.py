@@ -176,16 +176,12 @@ class StepBoundaryFinder:
             self._hold_item(block)
             if has_failed:  # the loader has no more batches, so no later fetch ends this step
                 self._loader_ended, self._began_with_fetch = True, False
-            else:
-                self._row_builder.unmatched_fetches += 1
         else:
             self._drop_open_step()
             if has_failed:
                 self._loader_ended = True
                 return
             self._hold_item(block)
-            if self._loader_ended:
-                self._row_builder.unmatched_fetches = min(self._row_builder.unmatched_fetches, 1)
             self._is_open = self._began_with_fetch = True
             self._loader_ended = self.lacks_start = False
             self._steps_since_fetch = 0

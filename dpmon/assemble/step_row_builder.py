@@ -35,8 +35,6 @@ class StepRowBuilder:
         """Number of steps so far, by kind."""
         self.calls = 0
         """Number of calls so far."""
-        self.unmatched_fetches = 0
-        """Number of batches fetched directly after another fetch. Each may have its own call in the same step."""
         self.fetches = FetchTracker()
         self.thread = -1
         """The training thread; -1 while unknown."""
@@ -204,14 +202,8 @@ class StepRowBuilder:
             return
         totals.batch_models |= {module}
         totals.batch_rows = max(totals.batch_rows, rows)
-        if self.unmatched_fetches and totals.is_micro_batch(module):
-            self.unmatched_fetches -= 1
-            if rows >= 0:
-                totals.learned_rows = max(totals.learned_rows, 0) + rows
-        elif rows > totals.learned_rows:
-            totals.learned_rows = rows
+        totals.learned_rows = max(totals.learned_rows, rows)
         totals.learns = True
-        totals.module, totals.passes = module, totals.backwards
 
     # ------------------------------------------------------------------------------------------ events
 

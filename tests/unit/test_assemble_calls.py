@@ -168,6 +168,20 @@ def test_samples_are_those_of_calls_that_learn() -> None:
     assert [step.samples for step in assemble_script(Script().play("d eT99 f8 f6 d eT99")).steps] == [8, 99]
 
 
+@pytest.mark.parametrize(
+    ("loop", "samples"),
+    [
+        ("d d f8 b f6 b o " * 2, [14, 14]),
+        ("d d d f8 b f6 b o d d f8 b f6 b o d D f8 b f6 b o", [14, 14, 14]),
+        ("d f8 b f8 b o " * 2, [8, 8]),
+        ("m " + "f8 b f6 b o " * 2, [14, 14]),
+    ],
+    ids=["fetched together", "with one read ahead", "two passes over one batch", "no loader"],
+)
+def test_samples_of_several_backward_passes(loop: str, samples: list[int]) -> None:
+    assert [step.samples for step in assemble_script(Script().play(loop)).steps] == samples
+
+
 # ------------------------------------------------------------------------------------------ by hand
 
 

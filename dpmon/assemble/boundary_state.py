@@ -124,13 +124,11 @@ class BoundaryTimeout:
         self.pace = max(end - (self.ended or start), 0)
         self.ended = end
 
-    def has_too_many_calls(self, calls: int, allows_many: bool) -> bool:
-        """Return whether to stop waiting in a step with this many calls. `allows_many`: up to MANY_CALLS."""
-        return calls > max(MANY_CALLS if allows_many else FEW_CALLS, TIMES * self.calls)
-
-    def has_waited_too_long(self, waited_ns: int, has_optimizer: bool) -> bool:
-        """Return whether to stop waiting `waited_ns` after the first call of a step."""
-        return waited_ns > max(LATE_NS if has_optimizer else SOON_NS, TIMES * self.pace)
+    def has_passed(self, calls: int, waited_ns: int, *, has_optimizer: bool, may_learn: bool) -> bool:
+        """Return whether to stop waiting in a step with this many calls, the first of them `waited_ns` ago."""
+        max_calls = MANY_CALLS if has_optimizer or may_learn else FEW_CALLS
+        max_ns = LATE_NS if has_optimizer else SOON_NS
+        return calls > max(max_calls, TIMES * self.calls) or waited_ns > max(max_ns, TIMES * self.pace)
 
 
 class FetchTracker:

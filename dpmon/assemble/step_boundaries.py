@@ -348,16 +348,13 @@ class StepBoundaryFinder:
                 self._handle_block(item)
 
     def _check_timeout(self) -> None:
-        """Stop waiting for an optimizer step at the limit: try the next rule, or end a step with too many calls."""
-        step, timeout = self._step, self._timeout
+        """Try the next rule if the open step has waited too long for an optimizer step."""
+        step = self._step
         has_optimizer = self.has_optimizer or self._cycle.ends >= 0
         may_learn = not (step.only_evaluates or step.backward)  # a backward pass may follow
-        has_too_many = timeout.has_too_many_calls(step.calls, has_optimizer or may_learn)
-        if not has_too_many and not timeout.has_waited_too_long(self._last_end - step.first_call, has_optimizer):
-            return
-        if not self._try_next_rule() and has_too_many:
-            self._close_step(self._last_end)
-            self._is_open, self._start = True, self._last_end
+        waited_ns = self._last_end - step.first_call
+        if self._timeout.has_passed(step.calls, waited_ns, has_optimizer=has_optimizer, may_learn=may_learn):
+            self._try_next_rule()
 
     def _choose_final_rule(self) -> None:
         """Choose the rule for the open step now, because no later block can affect it."""
@@ -370,17 +367,16 @@ class StepBoundaryFinder:
             self._start_over()
             self._rule = rule
 
-    def _try_next_rule(self) -> bool:
-        """Replay the open step under the rule that its blocks suggest. Return False if there is no other rule."""
+    def _try_next_rule(self) -> None:
+        """Replay the open step under the rule that its blocks suggest, if there is another one."""
         if self._rule == BY_OPTIMIZER:
             if not self._cycle.close_cycle():
                 self._rule = BY_BACKWARD if self._step.backward else BY_CALL
         elif self._rule == BY_BACKWARD and not self._step.backward:
             self._rule = BY_CALL
         else:
-            return False
+            return
         self._start_over()
-        return True
 
     # ------------------------------------------------------------------------------------------ the end of a step
 

@@ -121,7 +121,7 @@ class StepBoundaryFinder:
                 self._is_open = self._began_with_fetch = False
         if event.kind == "loader":
             self._new_loop_at = event.time_ns
-        if self.held and event.fill in ("next", "last"):
+        if self.held and event.fill is not None:
             self._hold_item(event)
             return
         self._row_builder.place_event(event, self._row_builder.number + bool(self.held))

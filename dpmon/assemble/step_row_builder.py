@@ -20,7 +20,8 @@ from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
-_MAX_MEMORY_SAMPLES = 64
+_MAX_MEMORY_SAMPLES = 1 << 14
+"""About a day's samples."""
 _NO_SPANS: Sequence[Span] = ()
 
 
@@ -39,12 +40,11 @@ class StepRowBuilder:
         self.thread = -1
         """The training thread; -1 while unknown."""
         self.steps_by_memory_sample = {0: 0}
-        """By number of a memory sample: the last step that had started."""
+        """By number of a memory sample: the last step that had started. Sample 0: before the first one."""
         self.awaiting_events: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.dropped = 0
         self.sampling = TimingIntervalController()
-        self._peak_samples: set[int] = set()
         self._totals = StepTotals()
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
 
@@ -226,20 +226,12 @@ class StepRowBuilder:
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
         self._rows.add(event.record(step, call, self.steps_by_memory_sample))
-        peaks = event.referenced_memory_samples()
-        if peaks:
-            self._peak_samples = set(peaks)
 
     def note_memory_sample(self, sample: int, step: int) -> None:
         """Note that a memory sample was taken after `step` had started."""
         self.steps_by_memory_sample[sample] = step
-        if len(self.steps_by_memory_sample) > 2 * _MAX_MEMORY_SAMPLES:
-            newest = list(self.steps_by_memory_sample)[-_MAX_MEMORY_SAMPLES:]
-            self.steps_by_memory_sample = {
-                sample: step
-                for sample, step in self.steps_by_memory_sample.items()
-                if sample in self._peak_samples or sample in newest
-            }
+        if len(self.steps_by_memory_sample) > _MAX_MEMORY_SAMPLES:
+            del self.steps_by_memory_sample[next(iter(self.steps_by_memory_sample))]
 
 
 def end_without_overhead(items: Sequence[Item], end: int) -> int:

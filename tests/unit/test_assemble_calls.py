@@ -363,7 +363,7 @@ def test_numbers_of_events_are_filled_in() -> None:
     script.play("f")
     script.event("mode", "last", step=0, call=0, text=3)
     script.play("f")
-    script.event("memory", "last", step=0)
+    script.event("pause", "last", step=0)
     script.play("d")
     script.event("mode", "next", step=0, call=0)
     script.play("f")
@@ -403,13 +403,13 @@ def test_peaks_are_assigned_to_the_steps_between_measurements() -> None:
         script.play("d l")
         with script.phase("memory", site=number):
             pass
-        devices = [{"device": "cpu", "peak_after_look": max(1, number - 1)}, {"device": "cuda:0"}, 7]
-        script.event("memory", "last", step=0, look=number, devices=devices)
+        peaks = {"cuda:0": max(1, number - 1), "cpu": None}
+        devices = [{"device": device, "peak_after_step": sample} for device, sample in peaks.items()]
+        script.event("memory", "last", step=0, devices=devices)
     script.fetch()
     events = [event.data for event in assemble_script(script).events]
     assert [(event["step"], event["devices"][0]["peak_after_step"]) for event in events] == [(1, 1), (2, 1), (3, 2)]
-    assert events[0]["devices"][1:] == [{"device": "cuda:0"}, 7]
-    assert "look" not in events[0]
+    assert events[0]["devices"][1] == {"device": "cpu", "peak_after_step": None}
 
 
 def test_an_event_comes_out_although_nothing_follows() -> None:

@@ -20,8 +20,8 @@ from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
-_MAX_MEMORY_SAMPLES = 1 << 14
-"""About a day's samples."""
+_MAX_MEMORY_SAMPLES = 1 << 16
+"""Those of four days, because a sample is taken every 5 s at most."""
 _NO_SPANS: Sequence[Span] = ()
 
 

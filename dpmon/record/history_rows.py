@@ -234,13 +234,30 @@ class Resolver:
 
     def collective(self, row: CollectiveRow) -> Collective | Sampled | None:
         """Return the record of a collective or a sample; None if its definition is lost."""
-        definition = CollectiveDefinition(None)
+        step, definition = row.step or None, CollectiveDefinition(None)
         if row.definition:
-            known = self.definitions.collectives.get(row.definition)
-            if known is None:
+            if row.definition not in self.definitions.collectives:
                 return None
-            definition = known
-        return self._collective(row, definition)
+            definition = self.definitions.collectives[row.definition]
+        if definition.operation is None:
+            count = row.quantity if definition.why is None else None
+            return Sampled(self._process, self._rank, step, row.start_ns, row.wall_ns, count, definition.why)
+        return Collective(
+            process=self._process,
+            rank=self._rank,
+            step=step,
+            operation=definition.operation,
+            phase=DOING.get(row.phase, "other"),
+            bytes=row.quantity,
+            dtype=definition.dtype,
+            group=definition.group,
+            group_size=definition.size,
+            ranks=definition.ranks,
+            backend=definition.backend,
+            device=definition.device,
+            start_ns=row.start_ns,
+            host_ns=row.wall_ns,
+        )
 
     def loss(self, row: LossRow) -> Event | None:
         """Return the record of a loss; None if its line is lost."""
@@ -311,26 +328,4 @@ class Resolver:
             absent=absent,
             stages=stages,
             kind=step.kind,
-        )
-
-    def _collective(self, row: CollectiveRow, definition: CollectiveDefinition) -> Collective | Sampled:
-        step = row.step or None
-        if definition.operation is None:
-            count = row.quantity if definition.why is None else None
-            return Sampled(self._process, self._rank, step, row.start_ns, row.wall_ns, count, definition.why)
-        return Collective(
-            process=self._process,
-            rank=self._rank,
-            step=step,
-            operation=definition.operation,
-            phase=DOING.get(row.phase, "other"),
-            bytes=row.quantity,
-            dtype=definition.dtype,
-            group=definition.group,
-            group_size=definition.size,
-            ranks=definition.ranks,
-            backend=definition.backend,
-            device=definition.device,
-            start_ns=row.start_ns,
-            host_ns=row.wall_ns,
         )

@@ -115,10 +115,7 @@ class StepBoundaryFinder:
     def add_event(self, event: QueuedEvent) -> None:
         """Add an event that happened after all items added so far."""
         if event.starts_pause and self._step.calls:
-            self._choose_final_rule()
-            if self._step.calls:
-                self._close_step(event.time_ns)
-                self._is_open = self._began_with_fetch = False
+            self._end_step(event.time_ns)
         if event.kind == "loader":
             self._new_loop_at = event.time_ns
         if self.held and event.fill is not None:
@@ -133,10 +130,7 @@ class StepBoundaryFinder:
 
     def switch_training_thread(self, thread: int) -> None:
         """Make another thread the training thread. The open step ends."""
-        self._choose_final_rule()
-        if self._step.calls:
-            self._close_step(self._last_end)
-        self._drop_open_step()
+        self._end_step()
         self._row_builder.thread = thread
 
     def finish(self, is_cut_off: bool) -> None:
@@ -194,11 +188,9 @@ class StepBoundaryFinder:
         if self._began_with_fetch:
             is_new_loop = self._new_loop_at >= self._last_end or loop not in (0, self._loop)
             self._close_step(self._last_end if is_new_loop else end_without_overhead(self.held, start))
+            self._drop_open_step()
         else:
-            self._choose_final_rule()
-            if self._step.calls:
-                self._close_step(self._last_end)
-        self._drop_open_step()
+            self._end_step()
 
     def _drop_open_step(self) -> None:
         """Release the held items, which belong to no step."""
@@ -379,6 +371,13 @@ class StepBoundaryFinder:
         self._start_over()
 
     # ------------------------------------------------------------------------------------------ the end of a step
+
+    def _end_step(self, end: int | None = None) -> None:
+        """End the open step at `end` (None: with its last phase), because no later block can belong to it."""
+        self._choose_final_rule()
+        if self._step.calls:
+            self._close_step(self._last_end if end is None else end)
+        self._drop_open_step()
 
     def _close_step(self, end: int, *, is_repeated: bool = False) -> None:
         """End the open step at `end`. See `_record_step`."""

@@ -62,7 +62,9 @@ class Quantity:
     absent: str
     """Why a step may lack it."""
     optional: bool = False
-    """Whether a step without it has zero of it, so that its record omits it; otherwise, it is unknown there."""
+    """Whether a record omits it if it is absent."""
+    absent_is_zero: bool = False
+    """Whether a step without it has zero of it; otherwise, the quantity is unknown there."""
     label: str = ""
     """Its name next to its numbers, if `name` does not read well there."""
     listed_elsewhere: bool = False
@@ -145,6 +147,7 @@ QUANTITIES = (
         metric="updates_total",
         absent="no optimizer stepped",
         optional=True,
+        absent_is_zero=True,
         listed_elsewhere=True,
     ),
     Quantity(
@@ -154,6 +157,7 @@ QUANTITIES = (
         metric="copied_bytes_total",
         absent="nothing was copied",
         optional=True,
+        absent_is_zero=True,
         label="copied to GPUs",
     ),
     Quantity(
@@ -163,6 +167,7 @@ QUANTITIES = (
         metric="synced_passes_total",
         absent="no backward pass averaged gradients",
         optional=True,
+        absent_is_zero=True,
         label="backward passes that synced gradients",
     ),
     Quantity(
@@ -172,6 +177,7 @@ QUANTITIES = (
         metric="unsynced_passes_total",
         absent="every backward pass averaged gradients",
         optional=True,
+        absent_is_zero=True,
         label="backward passes under no_sync",
     ),
 )

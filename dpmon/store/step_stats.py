@@ -125,7 +125,7 @@ class StepStats:
         """The quantities known in at least one step, without those that are listed elsewhere."""
         sums = ((quantity, self.tally.stat(quantity.name)) for quantity in QUANTITIES if not quantity.listed_elsewhere)
         return tuple(
-            (quantity, SeriesStats(self.steps, known.total) if quantity.optional else known)
+            (quantity, SeriesStats(self.steps, known.total) if quantity.absent_is_zero else known)
             for quantity, known in sums
             if known.count
         )

@@ -63,8 +63,6 @@ class StepBoundaryFinder:
         """Whether the open step began with a fetch."""
         self.lacks_start = False
         """Whether the next step to end may have begun before the first block, because a supervisor was killed."""
-        self._loader_ended = False
-        """Whether the loader has ended, without a fetch since."""
         self._start = self._last_end = 0
         """Start of the open step, and end of its last phase."""
         self._loop = self._new_loop_at = 0
@@ -169,15 +167,14 @@ class StepBoundaryFinder:
         if self._is_open and self._began_with_fetch:  # no call yet: this step uses all batches so far
             self._hold_item(block)
             if has_failed:  # the loader has no more batches, so no later fetch ends this step
-                self._loader_ended, self._began_with_fetch = True, False
+                self._began_with_fetch = False
         else:
             self._drop_open_step()
             if has_failed:
-                self._loader_ended = True
                 return
             self._hold_item(block)
             self._is_open = self._began_with_fetch = True
-            self._loader_ended = self.lacks_start = False
+            self.lacks_start = False
             self._steps_since_fetch = 0
             self._start, self._loop = span.start, span.site
         self._last_end = span.end

@@ -28,6 +28,7 @@ _CUT_OFF_WARNING = (
     "the process ended before it had finished a step of its loop. dpmon guessed where its steps end. The last step is"
     " incomplete"
 )
+_OUTSIDE_BLOCKS = (Kind.DEVICE_TIME, Kind.COLLECTIVE, Kind.LOSS)
 _NESTED_KINDS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 
 
@@ -162,13 +163,11 @@ class Assembler:
         _, kind, flags, inside, thread, _, start_ns, duration_ns, _, _ = span
         if duration_ns == _NEVER_ENDED:  # a stage
             span = span._replace(took=0, flags=flags | Flag.FAILED)
-        if kind == Kind.DEVICE_TIME:
-            self._rows.add_device_time(span)
-            self._row_builder.sampling.count_device_time()
-            return
-        if kind in (Kind.COLLECTIVE, Kind.LOSS):
-            add_span = self._collectives.add_span if kind == Kind.COLLECTIVE else self._collectives.add_loss
-            if not add_span(span):
+        if kind in _OUTSIDE_BLOCKS:
+            if kind == Kind.DEVICE_TIME:
+                self._rows.add_device_time(span)
+                self._row_builder.sampling.count_device_time()
+            elif not self._collectives.add_span(span):
                 self._dropped += 1
             return
         previous = self._last_spans.get(thread)

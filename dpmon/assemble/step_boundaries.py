@@ -100,13 +100,15 @@ class StepBoundaryFinder:
             self._handle_block(block)
         else:
             self._handle_outside_step(block)
-        self._divide_oversized_step()
+        if len(self.held) > MAX_HELD:
+            self._divide_oversized_step()
 
     def add_other_thread_block(self, block: Block) -> None:
         """Add calls of another thread. They are recorded with the open step."""
         if self._is_open:
             self._hold_item(block)
-            self._divide_oversized_step()
+            if len(self.held) > MAX_HELD:
+                self._divide_oversized_step()
         else:
             self._row_builder.add_calls_outside_step(block)
 
@@ -394,9 +396,7 @@ class StepBoundaryFinder:
         return self._row_builder.record_items(items, kind, numbered=is_turn and not self.lacks_start)
 
     def _divide_oversized_step(self) -> None:
-        """End the open step if it has too many items."""
-        if len(self.held) <= MAX_HELD:
-            return
+        """End the open step, because it has too many items."""
         if self._step.calls:
             self._close_step(self._last_end)
             self._start = self._last_end

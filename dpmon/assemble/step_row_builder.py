@@ -191,9 +191,11 @@ class StepRowBuilder:
 
     def _count_call(self, call: Span, layout: Layout | None, inputs: int) -> None:
         """Count the rows of a call on the training thread. `inputs`: the definition of the sizes of its batch."""
-        totals, flags, module = self._totals, call.flags, self.definitions.module(call.site)
-        known_rows = None if layout is None else count_rows(self.definitions.sizes.get(inputs), layout.dim)
-        rows = -1 if known_rows is None else known_rows
+        totals, flags, module, rows = self._totals, call.flags, -1 - call.site, None
+        if layout is not None:
+            module, rows = layout.module, count_rows(self.definitions.sizes.get(inputs), layout.dim)
+        if rows is None:
+            rows = -1
         if not totals.mode:
             totals.mode = mode_of(flags)
         totals.failed = bool(flags & Flag.FAILED)
@@ -201,8 +203,10 @@ class StepRowBuilder:
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
         totals.batch_models |= {module}
-        totals.batch_rows = max(totals.batch_rows, rows)
-        totals.learned_rows = max(totals.learned_rows, rows)
+        if rows > totals.batch_rows:
+            totals.batch_rows = rows
+        if rows > totals.learned_rows:
+            totals.learned_rows = rows
         totals.learns = True
 
     # ------------------------------------------------------------------------------------------ events

@@ -83,8 +83,9 @@ class StepTotals(PhaseSums):
         # The backward passes divide a step into micro-batches, unless it fetched a single batch. In a GAN they do not,
         # because passes through the discriminator alone alternate with passes through both models.
         if self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
-            fetches = sum(phase == DATA for phase, _, _ in self.spans)
-            samples = self.sum_of_rows if fetches != 1 else samples
+            occurrences = [phase for phase, _, _ in self.spans]
+            if occurrences.count(DATA) != 1:
+                samples = self.sum_of_rows
         spans = [(phase, span_start - start_ns, ns) for phase, span_start, ns in self.spans]
         if self.optimizer_steps:
             self.counts["updates"] = max(self.optimizer_steps.values())

@@ -112,7 +112,7 @@ class Layout(NamedTuple):
     absent: Mapping[str, str]
     dim: int = 0
     """The batch dimension."""
-    module: int | None = None
+    module: int = 0
     """Number of the module; a bare model and its wrapper have the same number."""
 
     @property
@@ -197,7 +197,7 @@ class Definitions:
     def module(self, layout: int) -> int:
         """Return the module of a layout; an unused number if it is unknown."""
         known = self.layouts.get(layout)
-        return -1 - layout if known is None or known.module is None else known.module
+        return -1 - layout if known is None else known.module
 
 
 def _missing_primitives(row: CallRow, phases: Mapping[str, CallPhaseTime]) -> dict[str, str]:

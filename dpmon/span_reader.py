@@ -37,9 +37,8 @@ READ_BYTES = 1 << 20
 _MAX_BYTES_PER_CALL = 64 << 20
 """Maximum bytes of lines per call of `lines`."""
 _WORD = struct.Struct("=Q")
-_FIRST_READ_SLOTS = 64
-"""Slots in the first read. The number doubles with each further read, up to _MAX_READ_SLOTS."""
-_MAX_READ_SLOTS = 4096
+_READ_SLOTS = 64
+"""Slots that are read at once."""
 _MAX_JUMPS = 8
 """Maximum number of jumps ahead per `read`, because a writer may be faster than the reader."""
 
@@ -180,14 +179,16 @@ class SpanReader:
 
     def request_sample(self) -> int:
         """Ask the training process to sample the collectives of a step soon. Return the serial of the request."""
-        serial = (self._read_word(HeaderWord.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
-        self._write_word(HeaderWord.SAMPLE, serial)
-        return serial
+        return self._count_request(HeaderWord.SAMPLE)
 
     def request_stacks(self) -> int:
         """Ask the training process to note the stacks of its threads. Return the serial of the request."""
-        serial = (self._read_word(HeaderWord.STACKS) + 1) & 0xFFFFFFFFFFFFFFFF
-        self._write_word(HeaderWord.STACKS, serial)
+        return self._count_request(HeaderWord.STACKS)
+
+    def _count_request(self, index: int) -> int:
+        """Increment the serial of a request. Return it."""
+        serial = (self._read_word(index) + 1) & 0xFFFFFFFFFFFFFFFF
+        self._write_word(index, serial)
         return serial
 
     def allow_ptrace_by(self, pid: int) -> None:
@@ -225,11 +226,10 @@ class SpanReader:
         or never written are added to `missed`. Raises RingError if the file was truncated.
         """
         spans: list[Span] = []
-        count = _MAX_READ_SLOTS if process_ended else _FIRST_READ_SLOTS
+        count = min(_READ_SLOTS, self.slots)
         self.at_end = False
         jumps = 0
         while len(spans) < limit and jumps < _MAX_JUMPS:
-            count = min(count, self.slots)
             marks = self._slot_marks(self.position, count)
             written = _count_consecutive(marks, self.position)
             copied = self._copy(min(written, limit - len(spans)))
@@ -244,7 +244,6 @@ class SpanReader:
             has_read_all_written = written < count and len(copied) == written
             if has_read_all_written and not self._skip_unwritten_slots(marks[written:], now_ns, process_ended):
                 break
-            count = min(2 * count, _MAX_READ_SLOTS)
         return spans
 
     def _slot_marks(self, number: int, count: int) -> list[int]:
@@ -272,36 +271,27 @@ class SpanReader:
             spans.append(unpack_span(number, word0, start, took, sizes))
         return spans
 
-    def _is_lapped(self, span_number: int, mark: int) -> bool:
-        """Return whether `mark`, in the slot of span `span_number`, belongs to a later lap."""
-        return mark > span_number + self.slots
-
     def _skip_if_overwritten(self, mark: int, copied: bool, process_ended: bool) -> bool:
         """Skip ahead if the writer has overwritten the next span, or is about to. Return whether it skipped.
 
         `mark`: the mark in the slot of that span. `copied`: whether spans from this slot on were copied. They are
         intact if the writer still has more than a sixteenth of the ring to write before it reaches them.
         """
-        lapped = self._is_lapped(self.position, mark)
-        if copied and not lapped and not process_ended:
+        is_lapped = mark > self.position + self.slots
+        if copied and not is_lapped and not process_ended:
             behind = self.position - self.slots // 16
-            lapped = self._is_lapped(behind, self._slot_marks(behind, 1)[0])
-        if not lapped:
+            is_lapped = self._slot_marks(behind, 1)[0] > behind + self.slots
+        if not is_lapped:
             return False
-        # Keep all spans if the writer has ended, else drop the eighth that it overwrites next.
-        oldest = self._newest() + 1 - self.slots + (0 if process_ended else self.slots // 8)
-        target = max(oldest, self.position + 1)
-        self.missed += target - self.position
-        self.position = target
+        oldest = max(self._slot_marks(0, self.slots)) - self.slots
+        if not process_ended:
+            oldest += self.slots // 8  # the writer overwrites these next
+        self._continue_at(max(oldest, self.position + 1))
         return True
 
     def count_unread(self) -> int:
         """Return how many spans from `position` on are in the ring. Raises RingError if the file was truncated."""
         return sum(mark > self.position for mark in self._slot_marks(0, self.slots))
-
-    def _newest(self) -> int:
-        """Return the highest span number in the ring; -1 if it has none."""
-        return max(self._slot_marks(0, self.slots)) - 1
 
     def _skip_unwritten_slots(self, marks: list[int], now_ns: int, process_ended: bool) -> bool:
         """Skip slots that a thread has taken but not written within HOLE_NS. Return whether it skipped.

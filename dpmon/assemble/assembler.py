@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import RowQueue
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, make_block
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_boundaries import StepBoundaryFinder
 from dpmon.assemble.step_row_builder import StepRowBuilder
-from dpmon.record.history_rows import Definition, Row, parse_definition
+from dpmon.record.history_rows import Definition, Definitions, Row, parse_definition
 from dpmon.record.record_types import Event
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Kind, Span
@@ -29,6 +28,7 @@ _CUT_OFF_WARNING = (
     "the process ended before it had finished a step of its loop. dpmon guessed where its steps end. The last step is"
     " incomplete"
 )
+_OUTSIDE_BLOCKS = (Kind.DEVICE_TIME, Kind.COLLECTIVE, Kind.LOSS)
 _NESTED_KINDS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 
 
@@ -37,7 +37,7 @@ class Assembler:
 
     def __init__(self) -> None:
         self._dropped = 0
-        self._definitions = KnownDefinitions()
+        self._definitions = Definitions()
         self._events = EventQueue()
         self._collectives = SampledCollectives(self._definitions)
         self._rows = RowQueue()
@@ -152,7 +152,7 @@ class Assembler:
             if "end" in line:
                 self._ended_by_exception = line.get("uncaught") is True
             elif "optimizer" in line:
-                self._definitions.optimizers += 1
+                self._boundaries.has_optimizer = True
             elif "define" in line:
                 self._definitions.remember(line["define"], parse_definition(line["value"]))
                 self._rows.add(Definition(line["define"], line["value"]))
@@ -163,13 +163,11 @@ class Assembler:
         _, kind, flags, inside, thread, _, start_ns, duration_ns, _, _ = span
         if duration_ns == _NEVER_ENDED:  # a stage
             span = span._replace(took=0, flags=flags | Flag.FAILED)
-        if kind == Kind.DEVICE_TIME:
-            self._rows.add_device_time(span)
-            self._row_builder.sampling.count_device_time()
-            return
-        if kind in (Kind.COLLECTIVE, Kind.LOSS):
-            add_span = self._collectives.add_span if kind == Kind.COLLECTIVE else self._collectives.add_loss
-            if not add_span(span):
+        if kind in _OUTSIDE_BLOCKS:
+            if kind == Kind.DEVICE_TIME:
+                self._rows.add_device_time(span)
+                self._row_builder.sampling.count_device_time()
+            elif not self._collectives.add_span(span):
                 self._dropped += 1
             return
         previous = self._last_spans.get(thread)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dpmon.assemble.nesting import LEARNS
-from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.record_types import Batches
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from dpmon.record.span_format import Span
@@ -29,8 +28,6 @@ class OpenStep:
     """Module of its last evaluation call."""
     evaluated: frozenset[int] = frozenset()
     """Modules of all evaluation calls."""
-    part: StepTotals | None = None
-    """Totals of its recorded part; None while all its blocks are held."""
 
     def add_call(self, call: Span, module: int) -> bool:
         """Add a call of `module`. Return whether the call trains or records gradients."""
@@ -63,9 +60,6 @@ def kind_of_call(call: Span) -> int:
     return FORWARD_ONLY if call.flags & LEARNS == LEARNS else EVALUATION
 
 
-_MAX_OPTIMIZERS = 4096
-
-
 class OptimizerCycle:
     """The order of the optimizers. When one of them steps for the second time, the one before it ends a step."""
 
@@ -84,8 +78,7 @@ class OptimizerCycle:
             self.since.clear()
             return True
         if site not in self.since:
-            if len(self.since) < _MAX_OPTIMIZERS:
-                self.since[site] = None
+            self.since[site] = None
             return False
         self.close_cycle()
         return None
@@ -110,7 +103,6 @@ SOON_NS, LATE_NS = 5_000_000_000, 60_000_000_000
 """Limits since the first call of a step, without and with an optimizer."""
 TIMES = 4
 """A step may take this many times the last `pace`, or have this many times the calls of the last step."""
-MAX_PACE = 3_600_000_000_000
 
 
 class BoundaryTimeout:
@@ -129,16 +121,14 @@ class BoundaryTimeout:
     def add_optimizer_step(self, start: int, end: int, calls: int) -> None:
         """Note that an optimizer ended the step that began at `start`. `calls`: calls of the process so far."""
         self.calls, self.calls_before = max(calls - self.calls_before, 0), calls
-        self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
+        self.pace = max(end - (self.ended or start), 0)
         self.ended = end
 
-    def has_too_many_calls(self, calls: int, allows_many: bool) -> bool:
-        """Return whether to stop waiting in a step with this many calls. `allows_many`: up to MANY_CALLS."""
-        return calls > max(MANY_CALLS if allows_many else FEW_CALLS, TIMES * self.calls)
-
-    def has_waited_too_long(self, waited_ns: int, has_optimizer: bool) -> bool:
-        """Return whether to stop waiting `waited_ns` after the first call of a step."""
-        return waited_ns > max(LATE_NS if has_optimizer else SOON_NS, TIMES * self.pace)
+    def has_passed(self, calls: int, waited_ns: int, *, has_optimizer: bool, may_learn: bool) -> bool:
+        """Return whether to stop waiting in a step with this many calls, the first of them `waited_ns` ago."""
+        max_calls = MANY_CALLS if has_optimizer or may_learn else FEW_CALLS
+        max_ns = LATE_NS if has_optimizer else SOON_NS
+        return calls > max(max_calls, TIMES * self.calls) or waited_ns > max(max_ns, TIMES * self.pace)
 
 
 class FetchTracker:
@@ -151,8 +141,6 @@ class FetchTracker:
         """The batches of the last step that fetched any."""
         self._loader_ended = False
         """Whether the loop has reached the end of its loader, without another fetch since."""
-        self._dataset = 0
-        """The dataset of the loop that drove the last step with batches of several loops."""
 
     def add_fetch(self, fetch: Span, ended: bool) -> None:
         """Add a fetch. `ended`: whether it found the loader exhausted, or raised."""
@@ -175,10 +163,7 @@ class FetchTracker:
         """
         batches_by_loop, self._batches_by_loop = self._batches_by_loop, {}
         if batches_by_loop:
-            loop = next(iter(batches_by_loop))
-            if len(batches_by_loop) > 1:
-                loop = self._find_driving_loop(batches_by_loop)
-            self._last_batches = batches_by_loop[loop]
+            self._last_batches = batches_by_loop[self._find_driving_loop(batches_by_loop)]
         elif self._loader_ended and self._last_batches is not None:
             self._last_batches = self._last_batches._replace(fetched=0)
         else:
@@ -191,13 +176,9 @@ class FetchTracker:
         Without an earlier decision, it is the newest loop if the step begins with it: `for` starts its loader after
         those that its body reads. Otherwise it is the shortest one: `zip` may read them in turn, and ends with it.
         """
-        newest = max(batches_by_loop)
-        driver = max(batches_by_loop.values(), key=lambda batches: (-(batches.length or 1 << 32), batches.loop))
-        if next(iter(batches_by_loop)) == newest:
-            driver = batches_by_loop[newest]
-        same_dataset = (batches for batches in batches_by_loop.values() if batches.dataset == self._dataset)
-        driver = max(same_dataset, default=driver)
-        if self._last_batches is not None:
-            driver = batches_by_loop.get(self._last_batches.loop, driver)
-        self._dataset = driver.dataset
-        return driver.loop
+        if self._last_batches is not None and self._last_batches.loop in batches_by_loop:
+            return self._last_batches.loop
+        newest_loop = max(batches_by_loop)
+        if next(iter(batches_by_loop)) == newest_loop:
+            return newest_loop
+        return min(batches_by_loop.values(), key=lambda batches: (batches.length or 1 << 32, -batches.loop)).loop

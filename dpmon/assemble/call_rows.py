@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import PendingTimes, Slots
 from dpmon.assemble.nesting import PRIMITIVES
+from dpmon.record.history_rows import Definitions
 from dpmon.record.record_types import CallParts, CallRow
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.record.span_format import Flag, Kind, Span
@@ -24,7 +24,7 @@ _SCATTER, _APPLY = PRIMITIVES[Kind.SCATTER], PRIMITIVES[Kind.PARALLEL_APPLY]
 _Replica = tuple[int, int, int, int]
 
 
-def build_call(definitions: KnownDefinitions, span: Span, parts: Sequence[Span]) -> tuple[CallRow, PendingTimes]:
+def build_call(definitions: Definitions, span: Span, parts: Sequence[Span]) -> tuple[CallRow, PendingTimes]:
     """Return a call without its number, from its span and the spans of its parts, and its device times to come.
 
     Its layout must be known.
@@ -35,20 +35,20 @@ def build_call(definitions: KnownDefinitions, span: Span, parts: Sequence[Span])
     replica_spans: dict[int, Span] = {}
     stages: list[tuple[int, int, int, int, int | None]] = []
     part_slots: Slots = []
-    inputs, outputs, _, _ = _part_of_call(definitions, span, span.start)
+    inputs, outputs, _, _ = _part_of_call(span, span.start)
     scattered = inputs
     for part in parts:
         if part.kind == Kind.REPLICA and part.site < len(layout.devices):
             replica_spans.setdefault(part.site, part)
         elif part.kind == Kind.STAGE and part.site in definitions.stages:
-            stage_inputs, stage_outputs, offset, duration_ns = _part_of_call(definitions, part, span.start)
+            stage_inputs, stage_outputs, offset, duration_ns = _part_of_call(part, span.start)
             known_ns = None if part.flags & Flag.FAILED else duration_ns
             stages.append((part.site, stage_inputs, stage_outputs, offset, known_ns))
             part_slots.append(_timed_slot(part))
         elif part.kind in PRIMITIVES:
             _add_phase(phases, slots, part, span.start)
             if part.kind == Kind.SCATTER:
-                scattered = definitions.sizes_or_zero(part.outputs) or scattered
+                scattered = part.outputs or scattered
     untimed: int = Untimed.NONE
     if span.flags & Flag.UNTIMED:
         untimed = Untimed.SAMPLED
@@ -58,14 +58,13 @@ def build_call(definitions: KnownDefinitions, span: Span, parts: Sequence[Span])
     if not stages:
         for index in range(max(replica_spans, default=-1) + 1):
             replica = replica_spans.get(index)
-            replicas.append((0, 0, 0, 0) if replica is None else _part_of_call(definitions, replica, span.start))
+            replicas.append((0, 0, 0, 0) if replica is None else _part_of_call(replica, span.start))
             part_slots.append([] if replica is None else _timed_slot(replica))
         scatter, scatter_slot = phases[_SCATTER], slots[_SCATTER]
         after_scatter = _timed_slot(span)
         if after_scatter:
             after_scatter += [(number, -sign) for number, sign in scatter_slot]
-        has_replicas = bool(layout.devices) and "replicas" not in layout.absent
-        if not (replicas or phases[_APPLY]) and has_replicas:
+        if not (replicas or phases[_APPLY]) and layout.can_have_replicas:
             # The single replica of an undivided call is the call without its scatter.
             start_ns = sum(scatter or ())
             replicas = [(scattered, outputs, start_ns, max(span.took - start_ns, 0))]
@@ -90,16 +89,16 @@ def _add_phase(phases: list[tuple[int, int] | None], slots: Slots, span: Span, c
     slots[index] += _timed_slot(span)
 
 
-def _part_of_call(definitions: KnownDefinitions, span: Span, call_start: int) -> _Replica:
+def _part_of_call(span: Span, call_start: int) -> _Replica:
     """Return (inputs, outputs, offset in ns, duration in ns) of a part of a call that began at `call_start`."""
-    outputs = 0 if span.flags & Flag.FAILED else definitions.sizes_or_zero(span.outputs)
-    return definitions.sizes_or_zero(span.inputs), outputs, max(span.start - call_start, 0), span.took
+    outputs = 0 if span.flags & Flag.FAILED else span.outputs
+    return span.inputs, outputs, max(span.start - call_start, 0), span.took
 
 
 class ComposedCallBuilder:
     """Composes calls from the primitives that the script uses, and passes each complete call to `finish`."""
 
-    def __init__(self, definitions: KnownDefinitions, finish: Callable[[CallRow, PendingTimes], None]) -> None:
+    def __init__(self, definitions: Definitions, finish: Callable[[CallRow, PendingTimes], None]) -> None:
         self._definitions = definitions
         self._finish = finish
         self._partial: dict[int, list[Span]] = {}
@@ -146,8 +145,7 @@ class ComposedCallBuilder:
 
     def _inputs(self, parts: Sequence[Span]) -> int:
         """Return the definition of the first scattered inputs; 0 if it is unknown."""
-        numbers = (self._definitions.sizes_or_zero(part.inputs) for part in parts if part.kind == Kind.SCATTER)
-        return next((number for number in numbers if number), 0)
+        return next((part.inputs for part in parts if part.kind == Kind.SCATTER and part.inputs), 0)
 
     def _composed_call(self, parts: Sequence[Span], apply: Span) -> tuple[CallRow, PendingTimes]:
         start, last = min(part.start for part in parts), parts[-1]

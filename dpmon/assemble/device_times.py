@@ -124,9 +124,8 @@ class RowQueue:
             calls[index] = calls[index].with_device_times(*self._device_times(call_times, missing_reason))
         if pending.times is not None:
             step = step.with_device_times(*self._device_times(pending.times, missing_reason))
-        if step.takes_time:  # otherwise, the step of these calls may refer to the same spans
-            for number in pending.span_numbers():
-                self._times.pop(number, None)
+        for number in pending.span_numbers():
+            self._times.pop(number, None)
         return step._replace(calls=calls)
 
     def _device_times(self, pending: PendingTimes, missing_reason: int) -> tuple[list[float | None], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpmon.record.record_types import Event
 
@@ -13,19 +13,15 @@ NEVER = 1 << 64
 _TEXTS = ("text", "reason")
 
 
-class QueuedEvent:
-    """An event that waits for its place between the spans."""
+class QueuedEvent(NamedTuple):
+    """An event that waits for its place between the spans. Times in monotonic ns."""
 
-    __slots__ = ("data", "fill", "kind", "number", "time_ns")
-
-    def __init__(self, number: int, time_ns: int, data: dict[str, object]) -> None:
-        self.number = number
-        self.time_ns = time_ns
-        """Monotonic ns."""
-        self.fill = data.pop("fill", None)
-        """Whether it gets the step and call numbers of the "next" or the "last" call; None: of neither."""
-        self.kind = str(data.pop("kind"))
-        self.data = data
+    number: int
+    time_ns: int
+    fill: str | None
+    """Whether it gets the step and call numbers of the "next" or the "last" call; None: of neither."""
+    kind: str
+    data: dict[str, Any]
 
     @property
     def starts_pause(self) -> bool:
@@ -34,33 +30,18 @@ class QueuedEvent:
 
     def record(self, step: int, call: int, steps_by_sample: Mapping[int, int]) -> Event:
         """Return its record. `steps_by_sample`: for each memory sample, the last step that had started."""
-        data = dict(self.data)
-        if self.fill in ("next", "last"):
+        data = self.data
+        if self.fill is not None:
             data.update((key, value) for key, value in (("step", step), ("call", call)) if key in data)
             for key in _TEXTS:
                 if isinstance(text := data.get(key), str):
                     data[key] = text.replace("{step}", str(step)).replace("{call}", str(call))
-        data.pop("look", None)
-        if isinstance(devices := data.get("devices"), list):
-            data["devices"] = [_with_step(device, steps_by_sample) for device in devices]
+        if self.kind == "memory":
+            data["devices"] = [
+                {**device, "peak_after_step": steps_by_sample.get(device["peak_after_step"])}
+                for device in data["devices"]
+            ]
         return Event(self.kind, data)
-
-    def referenced_memory_samples(self) -> list[int]:
-        """Return the numbers of the memory samples that it refers to."""
-        devices = self.data.get("devices")
-        device_list = devices if isinstance(devices, list) else []
-        samples = [device.get("peak_after_look") for device in device_list if isinstance(device, dict)]
-        return [sample for sample in (*samples, self.data.get("look")) if type(sample) is int]
-
-
-def _with_step(device: object, steps_by_sample: Mapping[int, int]) -> object:
-    if not isinstance(device, dict) or "peak_after_look" not in device:
-        return device
-    sample = device["peak_after_look"]
-    step = steps_by_sample.get(sample) if type(sample) is int else None
-    return {("peak_after_step" if key == "peak_after_look" else key): value for key, value in device.items()} | {
-        "peak_after_step": step
-    }
 
 
 class EventQueue:
@@ -78,7 +59,7 @@ class EventQueue:
         """Add the event in a line."""
         data = dict(line)
         self._last_time_ns = max(self._last_time_ns, data.pop("at", 0))
-        self._queue.append(QueuedEvent(self.count, self._last_time_ns, data))
+        self._queue.append(QueuedEvent(self.count, self._last_time_ns, data.pop("fill", None), data.pop("kind"), data))
         self.count += 1
         self.due = self._queue[0].time_ns
 

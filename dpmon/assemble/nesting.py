@@ -20,7 +20,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = map(
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 PHASE_OF = tuple(
     SPAN_PHASES.index(DOING[kind]) if DOING.get(kind) in SPAN_PHASES and kind not in _PARTS else -1
-    for kind in range(max(DOING) + 1)
+    for kind in range(256)
 )
 """Phase of a step by kind of span; -1 for none."""
 PRIMITIVES = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}

@@ -10,9 +10,8 @@ import struct
 from bisect import bisect_right
 from collections import deque
 
-from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.record.history_rows import CollectiveRow, LossRow
-from dpmon.record.span_format import Span
+from dpmon.record.history_rows import CollectiveRow, Definitions, LossRow
+from dpmon.record.span_format import Kind, Span
 
 MAX_STEPS = 32
 """How many training steps are remembered. A collective or loss of an older step is recorded without a step."""
@@ -22,7 +21,7 @@ MAX_WAITING = 1 << 14
 class SampledCollectives:
     """Finds the steps of one process's sampled collectives and losses."""
 
-    def __init__(self, definitions: KnownDefinitions) -> None:
+    def __init__(self, definitions: Definitions) -> None:
         self._definitions = definitions
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
         """The last training steps, as (start, end, number)."""
@@ -32,20 +31,17 @@ class SampledCollectives:
         self._ready: list[CollectiveRow | LossRow] = []
 
     def add_span(self, span: Span) -> bool:
-        """Add the span of a collective or a sample. Return False if its definition is unknown."""
-        if span.site and span.site not in self._definitions.collectives:
-            return False
+        """Add the span of a collective, a sample or a loss. Return False if its definition is unknown."""
         quantity = span.inputs | span.outputs << 32
-        self._place_row(CollectiveRow(span.number, span.site, span.inside, 0, span.start, span.took, quantity))
-        return True
-
-    def add_loss(self, span: Span) -> bool:
-        """Add the span of a loss. Return False if its definition is unknown."""
-        (value,) = struct.unpack("=d", struct.pack("=Q", span.inputs | span.outputs << 32))
-        if span.site not in self._definitions.losses:
-            return False
-        self._place_row(LossRow(span.site, 0, span.start, value))
-        return True
+        if span.kind == Kind.LOSS:
+            (loss,) = struct.unpack("=d", struct.pack("=Q", quantity))
+            if span.site in self._definitions.losses:
+                self._place_row(LossRow(span.site, 0, span.start, loss))
+                return True
+        elif not span.site or span.site in self._definitions.collectives:
+            self._place_row(CollectiveRow(span.number, span.site, span.inside, 0, span.start, span.took, quantity))
+            return True
+        return False
 
     def _place_row(self, row: CollectiveRow | LossRow) -> None:
         """Give a collective or a loss its step, or let it wait for the end of a step."""

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.assemble.boundary_state import BoundaryTimeout, OpenStep, OptimizerCycle, kind_of_call
-from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.step_row_builder import Item, StepRowBuilder, end_without_overhead
 from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.history_rows import Definitions
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.span_format import Flag, Kind, Span
 
 STALE_STEPS = 64
 """After more than this many steps of the loop's last optimizer without a fetch, the loader no longer divides steps."""
 MAX_HELD = 1 << 14
-"""How many blocks are held. A longer step is recorded in parts and cannot be replayed."""
+"""How many blocks are held. A longer step is divided."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _CALL_STARTS = (Kind.SCATTER, Kind.REPLICATE)
@@ -47,7 +47,7 @@ class _Checkpoint(NamedTuple):
 class StepBoundaryFinder:
     """Divides the blocks of one process into steps."""
 
-    def __init__(self, definitions: KnownDefinitions, row_builder: StepRowBuilder) -> None:
+    def __init__(self, definitions: Definitions, row_builder: StepRowBuilder) -> None:
         self._definitions = definitions
         self._row_builder = row_builder
         self.held: list[Item] = []
@@ -56,13 +56,13 @@ class StepBoundaryFinder:
         self._cycle = OptimizerCycle()
         self.has_trained = False
         """Whether a backward pass or an optimizer step ran on the training thread."""
+        self.has_optimizer = False
+        """Whether the script has made an optimizer."""
         self._is_open = False
         self._began_with_fetch = False
         """Whether the open step began with a fetch."""
         self.lacks_start = False
         """Whether the next step to end may have begun before the first block, because a supervisor was killed."""
-        self._loader_ended = False
-        """Whether the loader has ended, without a fetch since."""
         self._start = self._last_end = 0
         """Start of the open step, and end of its last phase."""
         self._loop = self._new_loop_at = 0
@@ -101,30 +101,27 @@ class StepBoundaryFinder:
         else:
             self._handle_outside_step(block)
         if len(self.held) > MAX_HELD:
-            self._flush_oversized_step()
+            self._divide_oversized_step()
 
     def add_other_thread_block(self, block: Block) -> None:
         """Add calls of another thread. They are recorded with the open step."""
         if self._is_open:
             self._hold_item(block)
             if len(self.held) > MAX_HELD:
-                self._flush_oversized_step()
+                self._divide_oversized_step()
         else:
             self._row_builder.add_calls_outside_step(block)
 
     def add_event(self, event: QueuedEvent) -> None:
         """Add an event that happened after all items added so far."""
         if event.starts_pause and self._step.calls:
-            self._choose_final_rule()
-            if self._step.calls:
-                self._close_step(event.time_ns)
-                self._is_open = self._began_with_fetch = False
+            self._end_step(event.time_ns)
         if event.kind == "loader":
             self._new_loop_at = event.time_ns
-        if self.held and event.fill in ("next", "last"):
+        if self.held and event.fill is not None:
             self._hold_item(event)
             return
-        self._row_builder.place_event(event, self._row_builder.number + bool(self.held or self._step.part))
+        self._row_builder.place_event(event, self._row_builder.number + bool(self.held))
 
     def fetch_began(self, start_ns: int, loop: int = 0) -> None:
         """Handle the start of a fetch at the top level, which ends the open step. `loop`: its loop; 0 if unknown."""
@@ -133,10 +130,7 @@ class StepBoundaryFinder:
 
     def switch_training_thread(self, thread: int) -> None:
         """Make another thread the training thread. The open step ends."""
-        self._choose_final_rule()
-        if self._step.calls:
-            self._close_step(self._last_end)
-        self._drop_open_step()
+        self._end_step()
         self._row_builder.thread = thread
 
     def finish(self, is_cut_off: bool) -> None:
@@ -175,19 +169,14 @@ class StepBoundaryFinder:
         if self._is_open and self._began_with_fetch:  # no call yet: this step uses all batches so far
             self._hold_item(block)
             if has_failed:  # the loader has no more batches, so no later fetch ends this step
-                self._loader_ended, self._began_with_fetch = True, False
-            else:
-                self._row_builder.unmatched_fetches += 1
+                self._began_with_fetch = False
         else:
             self._drop_open_step()
             if has_failed:
-                self._loader_ended = True
                 return
             self._hold_item(block)
-            if self._loader_ended:
-                self._row_builder.unmatched_fetches = min(self._row_builder.unmatched_fetches, 1)
             self._is_open = self._began_with_fetch = True
-            self._loader_ended = self.lacks_start = False
+            self.lacks_start = False
             self._steps_since_fetch = 0
             self._start, self._loop = span.start, span.site
         self._last_end = span.end
@@ -198,11 +187,9 @@ class StepBoundaryFinder:
         if self._began_with_fetch:
             is_new_loop = self._new_loop_at >= self._last_end or loop not in (0, self._loop)
             self._close_step(self._last_end if is_new_loop else end_without_overhead(self.held, start))
+            self._drop_open_step()
         else:
-            self._choose_final_rule()
-            if self._step.calls:
-                self._close_step(self._last_end, is_partial=self.lacks_start)
-        self._drop_open_step()
+            self._end_step()
 
     def _drop_open_step(self) -> None:
         """Release the held items, which belong to no step."""
@@ -272,7 +259,7 @@ class StepBoundaryFinder:
             if module not in self._learning_modules:
                 self._learning_modules |= {module}
                 is_new_learner = is_new_learner or module in step.evaluated
-        if not is_new_learner or self._began_with_fetch or self._restarts or self._step.part:
+        if not is_new_learner or self._began_with_fetch or self._restarts:
             return False
         self._start_over()
         return True
@@ -319,11 +306,11 @@ class StepBoundaryFinder:
         self._rule = BY_OPTIMIZER
         if not ends_step or not self._step.calls:
             return
-        if cycle_changed and not self._restarts and not self._step.part:
+        if cycle_changed and not self._restarts:
             self._start_over()
             return
         self._timeout.add_optimizer_step(self._start, end, self._row_builder.calls + self._step.calls)
-        self._close_step(end, is_partial=self.lacks_start)
+        self._close_step(end)
         self._is_open, self._start, self._last_end = True, end, end
 
     # ------------------------------------------------------------------------------------------ replay
@@ -331,7 +318,7 @@ class StepBoundaryFinder:
     def _start_over(self) -> None:
         """Replay all held items from the checkpoint, because the rule or the optimizer cycle has changed."""
         checkpoint = self._checkpoint
-        if not self.held or self._step.part:
+        if not self.held:
             return
         items, self.held = self.held, []
         self._is_open, self._start, self._last_end = checkpoint.is_open, checkpoint.start, checkpoint.last_end
@@ -352,16 +339,13 @@ class StepBoundaryFinder:
                 self._handle_block(item)
 
     def _check_timeout(self) -> None:
-        """Stop waiting for an optimizer step at the limit: try the next rule, or end a step with too many calls."""
-        step, timeout = self._step, self._timeout
-        has_optimizer = bool(self._definitions.optimizers) or self._cycle.ends >= 0
+        """Try the next rule if the open step has waited too long for an optimizer step."""
+        step = self._step
+        has_optimizer = self.has_optimizer or self._cycle.ends >= 0
         may_learn = not (step.only_evaluates or step.backward)  # a backward pass may follow
-        has_too_many = timeout.has_too_many_calls(step.calls, has_optimizer or may_learn)
-        if not has_too_many and not timeout.has_waited_too_long(self._last_end - step.first_call, has_optimizer):
-            return
-        if not self._try_next_rule() and has_too_many:
-            self._close_step(self._last_end)
-            self._is_open, self._start = True, self._last_end
+        waited_ns = self._last_end - step.first_call
+        if self._timeout.has_passed(step.calls, waited_ns, has_optimizer=has_optimizer, may_learn=may_learn):
+            self._try_next_rule()
 
     def _choose_final_rule(self) -> None:
         """Choose the rule for the open step now, because no later block can affect it."""
@@ -374,42 +358,47 @@ class StepBoundaryFinder:
             self._start_over()
             self._rule = rule
 
-    def _try_next_rule(self) -> bool:
-        """Replay the open step under the rule that its blocks suggest. Return False if there is no other rule."""
+    def _try_next_rule(self) -> None:
+        """Replay the open step under the rule that its blocks suggest, if there is another one."""
         if self._rule == BY_OPTIMIZER:
             if not self._cycle.close_cycle():
                 self._rule = BY_BACKWARD if self._step.backward else BY_CALL
         elif self._rule == BY_BACKWARD and not self._step.backward:
             self._rule = BY_CALL
         else:
-            return False
+            return
         self._start_over()
-        return True
 
     # ------------------------------------------------------------------------------------------ the end of a step
 
-    def _close_step(self, end: int, *, is_repeated: bool = False, is_partial: bool = False) -> None:
+    def _end_step(self, end: int | None = None) -> None:
+        """End the open step at `end` (None: with its last phase), because no later block can belong to it."""
+        self._choose_final_rule()
+        if self._step.calls:
+            self._close_step(self._last_end if end is None else end)
+        self._drop_open_step()
+
+    def _close_step(self, end: int, *, is_repeated: bool = False) -> None:
         """End the open step at `end`. See `_record_step`."""
-        self._row_builder.add_step(self._record_step(is_repeated=is_repeated, is_partial=is_partial), self._start, end)
+        self._row_builder.add_step(self._record_step(is_repeated=is_repeated), self._start, end)
         self._step = OpenStep()
         self.lacks_start = False
 
-    def _record_step(self, *, is_repeated: bool = False, is_partial: bool = False) -> StepTotals:
+    def _record_step(self, *, is_repeated: bool = False) -> StepTotals:
         """Record the held items, with which the open step ends. Return its totals.
 
-        `is_repeated`: the next block begins another step like it. `is_partial`: its start is missing, so it gets no
-        number.
+        `is_repeated`: the next block begins another step like it.
         """
         items, self.held = self.held, []
         kind, previous_kind = self._step.kind, self._previous_kind
         self._previous_kind = kind
         is_turn = kind == TRAINING or self._began_with_fetch or is_repeated or previous_kind == kind
-        return self._row_builder.record_items(items, kind, self._step.part, numbered=is_turn and not is_partial)
+        return self._row_builder.record_items(items, kind, numbered=is_turn and not self.lacks_start)
 
-    def _flush_oversized_step(self) -> None:
-        """Record the held items of a step that is too long."""
-        items, self.held = self.held, []
-        trains = self.has_trained or self._definitions.optimizers  # a backward pass will probably follow
-        kind = TRAINING if trains else self._step.kind
-        part = self._step.part = self._row_builder.record_items(items, kind, self._step.part)
-        self._row_builder.add_calls_alone(part)
+    def _divide_oversized_step(self) -> None:
+        """End the open step, because it has too many items."""
+        if self._step.calls:
+            self._close_step(self._last_end)
+            self._start = self._last_end
+        else:
+            self._drop_open_step()

@@ -7,28 +7,28 @@ from typing import TypeAlias
 
 from dpmon.assemble.boundary_state import FetchTracker, kind_of_call
 from dpmon.assemble.call_rows import FLAGS, ComposedCallBuilder, build_call
-from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import PendingTimes, RowQueue, TimingIntervalController
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, PRIMITIVES, Block, BlockContents
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
-from dpmon.record.record_types import MAX_SPANS, CallRow, mode_of
+from dpmon.record.history_rows import Definitions, Layout
+from dpmon.record.record_types import MAX_SPANS, CallRow, count_rows, mode_of
 from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
-_MAX_CALL_FACTS = 1 << 15
-_MAX_MEMORY_SAMPLES = 64
+_MAX_MEMORY_SAMPLES = 1 << 16
+"""Those of four days, because a sample is taken every 5 s at most."""
 _NO_SPANS: Sequence[Span] = ()
 
 
 class StepRowBuilder:
     """Makes and numbers the rows of one process, and adds them to `rows`."""
 
-    def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives, rows: RowQueue) -> None:
+    def __init__(self, definitions: Definitions, collectives: SampledCollectives, rows: RowQueue) -> None:
         self.definitions = definitions
         self._collectives = collectives
         self._rows = rows
@@ -36,22 +36,17 @@ class StepRowBuilder:
         """Number of steps so far, by kind."""
         self.calls = 0
         """Number of calls so far."""
-        self.unmatched_fetches = 0
-        """Number of batches fetched directly after another fetch. Each may have its own call in the same step."""
         self.fetches = FetchTracker()
         self.thread = -1
         """The training thread; -1 while unknown."""
         self.steps_by_memory_sample = {0: 0}
-        """By number of a memory sample: the last step that had started."""
+        """By number of a memory sample: the last step that had started. Sample 0: before the first one."""
         self.awaiting_events: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.dropped = 0
         self.sampling = TimingIntervalController()
-        self._peak_samples: set[int] = set()
         self._totals = StepTotals()
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
-        self._call_facts: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
-        """By (layout, inputs, outputs) of a call: the result of `_find_call_facts`."""
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -75,14 +70,12 @@ class StepRowBuilder:
         if row is not None:
             self._rows.add(row)
 
-    def record_items(
-        self, items: Iterable[Item], kind: int, part: StepTotals | None = None, *, numbered: bool = True
-    ) -> StepTotals:
-        """Record items of the open step. Return the totals of these items and of the step's recorded `part`.
+    def record_items(self, items: Iterable[Item], kind: int, *, numbered: bool) -> StepTotals:
+        """Record the items of the open step. Return its totals.
 
         `kind`: the kind of the step. `numbered`: whether the step gets a number.
         """
-        totals = self._totals = part or StepTotals()
+        totals = self._totals = StepTotals()
         totals.number, totals.kind = self.numbers[kind] + 1 if numbered else 0, kind
         last_started = self.number + (kind == TRAINING)
         times, spans, thread = totals.times, totals.spans, self.thread
@@ -158,40 +151,20 @@ class StepRowBuilder:
 
     def _record_plain_call(self, call: Span, contents: BlockContents | None) -> None:
         number, _, flags, _, thread, site, start, duration_ns, inputs, outputs = call
-        call_facts = self._call_facts.get((site, inputs, outputs)) or self._find_call_facts(call)
-        if call_facts is None:
-            self.dropped += 1
-            if thread == self.thread:
-                self._count_call(flags, -1 - site, -1)
-            return
-        is_plain, inputs, outputs, module, rows = call_facts
+        layout = self.definitions.layouts.get(site)
         if thread == self.thread:
-            self._count_call(flags, module, rows)
+            self._count_call(call, layout, inputs)
+        if layout is None:
+            self.dropped += 1
+            return
         parts = contents.parts.get(number) if contents is not None else None
-        if parts or flags & _NOT_PLAIN or not is_plain:
+        if parts or flags & _NOT_PLAIN or not layout.can_have_replicas:
             self._record_call(*build_call(self.definitions, call, parts or ()))
             return
         self.calls += 1
         if self.awaiting_events:
             self._emit_awaiting_events()
         self._totals.calls.append(CallRow(self.calls, flags & FLAGS, site, start, duration_ns, inputs, outputs))
-
-    def _find_call_facts(self, call: Span) -> tuple[bool, int, int, int, int] | None:
-        """Return and cache what calls with this layout and these sizes share; None if the layout is unknown.
-
-        The result is (whether a call without parts has exactly one replica, inputs or 0, outputs or 0, module, rows or
-        -1), with 0 and -1 for unknown values.
-        """
-        site, inputs, outputs = call.site, *map(self.definitions.sizes_or_zero, (call.inputs, call.outputs))
-        layout = self.definitions.layouts.get(site)
-        if layout is None:
-            return None
-        if len(self._call_facts) >= _MAX_CALL_FACTS:
-            self._call_facts.clear()
-        is_plain = bool(layout.devices) and "replicas" not in layout.absent
-        call_facts = is_plain, inputs, outputs, self.definitions.module(site), self.definitions.batch_rows(inputs, site)
-        self._call_facts[call.site, call.inputs, call.outputs] = call_facts
-        return call_facts
 
     def _record_call(self, call: CallRow, times: PendingTimes) -> None:
         self.calls += 1
@@ -210,16 +183,19 @@ class StepRowBuilder:
         inputs = self._call_builder.add_primitive(span, parts)
         if span.kind != Kind.PARALLEL_APPLY:
             return
-        if span.site not in self.definitions.layouts:
+        layout = self.definitions.layouts.get(span.site)
+        if layout is None:
             self.dropped += 1
         elif span.thread == self.thread:
-            self._count_call(
-                span.flags, self.definitions.module(span.site), self.definitions.batch_rows(inputs, span.site)
-            )
+            self._count_call(span, layout, inputs)
 
-    def _count_call(self, flags: int, module: int, rows: int) -> None:
-        """Count the rows of a call on the training thread."""
-        totals = self._totals
+    def _count_call(self, call: Span, layout: Layout | None, inputs: int) -> None:
+        """Count the rows of a call on the training thread. `inputs`: the definition of the sizes of its batch."""
+        totals, flags, module, rows = self._totals, call.flags, -1 - call.site, None
+        if layout is not None:
+            module, rows = layout.module, count_rows(self.definitions.sizes.get(inputs), layout.dim)
+        if rows is None:
+            rows = -1
         if not totals.mode:
             totals.mode = mode_of(flags)
         totals.failed = bool(flags & Flag.FAILED)
@@ -227,15 +203,11 @@ class StepRowBuilder:
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
         totals.batch_models |= {module}
-        totals.batch_rows = max(totals.batch_rows, rows)
-        if self.unmatched_fetches and totals.is_micro_batch(module):
-            self.unmatched_fetches -= 1
-            if rows >= 0:
-                totals.learned_rows = max(totals.learned_rows, 0) + rows
-        elif rows > totals.learned_rows:
+        if rows > totals.batch_rows:
+            totals.batch_rows = rows
+        if rows > totals.learned_rows:
             totals.learned_rows = rows
         totals.learns = True
-        totals.module, totals.passes = module, totals.backwards
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -258,20 +230,12 @@ class StepRowBuilder:
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
         self._rows.add(event.record(step, call, self.steps_by_memory_sample))
-        peaks = event.referenced_memory_samples()
-        if peaks:
-            self._peak_samples = set(peaks)
 
     def note_memory_sample(self, sample: int, step: int) -> None:
         """Note that a memory sample was taken after `step` had started."""
         self.steps_by_memory_sample[sample] = step
-        if len(self.steps_by_memory_sample) > 2 * _MAX_MEMORY_SAMPLES:
-            newest = list(self.steps_by_memory_sample)[-_MAX_MEMORY_SAMPLES:]
-            self.steps_by_memory_sample = {
-                sample: step
-                for sample, step in self.steps_by_memory_sample.items()
-                if sample in self._peak_samples or sample in newest
-            }
+        if len(self.steps_by_memory_sample) > _MAX_MEMORY_SAMPLES:
+            del self.steps_by_memory_sample[next(iter(self.steps_by_memory_sample))]
 
 
 def end_without_overhead(items: Sequence[Item], end: int) -> int:

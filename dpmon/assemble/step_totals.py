@@ -31,10 +31,6 @@ class StepTotals(PhaseSums):
     """Whether the last call, backward pass or optimizer step raised an exception."""
     backwards = 0
     """Number of backward passes so far."""
-    passes = 0
-    """Number of backward passes before the last call that learns."""
-    module = 0
-    """Module of the last call that learns."""
     batch_models: frozenset[int] = frozenset()
     """Modules of the calls that recorded gradients since the last backward pass."""
     batch_rows = 0
@@ -69,10 +65,6 @@ class StepTotals(PhaseSums):
         """Whether the step should learn but has no backward pass and no optimizer step."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0
 
-    def is_micro_batch(self, module: int) -> bool:
-        """Return whether a call of `module` follows a backward pass without an optimizer step in between."""
-        return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
-
     def end_micro_batch(self) -> None:
         """Add a backward pass. It ends a micro-batch if the same models, and no optimizer, ran before each pass."""
         self.backwards += 1
@@ -88,10 +80,12 @@ class StepTotals(PhaseSums):
     def build_row(self, start_ns: int, wall_ns: int, batches: Batches | None) -> Step | PendingStep:
         """Return the row of the step. `batches`: the batches that it fetched."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
-        # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
-        # through the discriminator alone alternate with passes through both models.
-        if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
-            samples = self.sum_of_rows
+        # The backward passes divide a step into micro-batches, unless it fetched a single batch. In a GAN they do not,
+        # because passes through the discriminator alone alternate with passes through both models.
+        if self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
+            occurrences = [phase for phase, _, _ in self.spans]
+            if occurrences.count(DATA) != 1:
+                samples = self.sum_of_rows
         spans = [(phase, span_start - start_ns, ns) for phase, span_start, ns in self.spans]
         if self.optimizer_steps:
             self.counts["updates"] = max(self.optimizer_steps.values())

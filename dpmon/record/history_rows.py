@@ -27,7 +27,7 @@ from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import DOING, Flag
 
 MAX_DEFINITIONS = 1 << 16
-"""Maximum number of definitions of each type per process. Beyond this limit, readers drop the oldest."""
+"""Maximum number of definitions of each type per process. Beyond this limit, the oldest are dropped."""
 _new_tuple = tuple.__new__
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -112,8 +112,13 @@ class Layout(NamedTuple):
     absent: Mapping[str, str]
     dim: int = 0
     """The batch dimension."""
-    module: int | None = None
+    module: int = 0
     """Number of the module; a bare model and its wrapper have the same number."""
+
+    @property
+    def can_have_replicas(self) -> bool:
+        """Whether a call that is not divided is a single replica."""
+        return bool(self.devices) and "replicas" not in self.absent
 
 
 class StageParts(NamedTuple):
@@ -165,10 +170,9 @@ def _parse_size(path: str, shape: Sequence[int], dtype: str, byte_count: int, le
 
 
 class Definitions:
-    """The definitions of one process by number: the newest `limit` of each type."""
+    """The definitions of one process by number: the newest MAX_DEFINITIONS of each type."""
 
-    def __init__(self, limit: int) -> None:
-        self._most = limit
+    def __init__(self) -> None:
         self.layouts: dict[int, Layout] = {}
         self.sizes: dict[int, tuple[Size, ...]] = {}
         self.stages: dict[int, StageParts] = {}
@@ -187,8 +191,13 @@ class Definitions:
         table = self._tables[type(definition)]
         table.pop(number, None)
         table[number] = definition
-        if len(table) > self._most:
+        if len(table) > MAX_DEFINITIONS:
             del table[next(iter(table))]
+
+    def module(self, layout: int) -> int:
+        """Return the module of a layout; an unused number if it is unknown."""
+        known = self.layouts.get(layout)
+        return -1 - layout if known is None else known.module
 
 
 def _missing_primitives(row: CallRow, phases: Mapping[str, CallPhaseTime]) -> dict[str, str]:
@@ -207,16 +216,17 @@ def _missing_primitives(row: CallRow, phases: Mapping[str, CallPhaseTime]) -> di
 class Resolver:
     """A converter from the rows of one process's calls, collectives and losses to records.
 
-    A row gives no record if one of its definitions is lost: a very long run has more of them than are kept.
+    A very long run has more definitions than are kept. A row whose layout or stage is lost gives no record; lost sizes
+    are unknown.
     """
 
     def __init__(self, process: int, rank: int | None = None) -> None:
         self._process = process
         self._rank = rank
-        self.definitions = Definitions(MAX_DEFINITIONS)
+        self.definitions = Definitions()
 
     def call(self, step: Step, row: CallRow) -> Call | None:
-        """Return the record of a call of `step`; None if one of its definitions is lost."""
+        """Return the record of a call of `step`; None if its layout or a stage is lost."""
         try:
             return self._call(step, row)
         except KeyError:
@@ -224,13 +234,30 @@ class Resolver:
 
     def collective(self, row: CollectiveRow) -> Collective | Sampled | None:
         """Return the record of a collective or a sample; None if its definition is lost."""
-        definition = CollectiveDefinition(None)
+        step, definition = row.step or None, CollectiveDefinition(None)
         if row.definition:
-            known = self.definitions.collectives.get(row.definition)
-            if known is None:
+            if row.definition not in self.definitions.collectives:
                 return None
-            definition = known
-        return self._collective(row, definition)
+            definition = self.definitions.collectives[row.definition]
+        if definition.operation is None:
+            count = row.quantity if definition.why is None else None
+            return Sampled(self._process, self._rank, step, row.start_ns, row.wall_ns, count, definition.why)
+        return Collective(
+            process=self._process,
+            rank=self._rank,
+            step=step,
+            operation=definition.operation,
+            phase=DOING.get(row.phase, "other"),
+            bytes=row.quantity,
+            dtype=definition.dtype,
+            group=definition.group,
+            group_size=definition.size,
+            ranks=definition.ranks,
+            backend=definition.backend,
+            device=definition.device,
+            start_ns=row.start_ns,
+            host_ns=row.wall_ns,
+        )
 
     def loss(self, row: LossRow) -> Event | None:
         """Return the record of a loss; None if its line is lost."""
@@ -246,12 +273,9 @@ class Resolver:
         data = {"process": self._process, "rank": self._rank, "step": row.step or None, "t_s": row.t_ns / 1e9}
         return Event("loss", {**data, "place": site.place, "loss": row.loss if is_known else None, "absent": absent})
 
-    def _sizes(self, number: int) -> tuple[Size, ...] | None:
-        return self.definitions.sizes[number] if number else None
-
     def _call(self, step: Step, row: CallRow) -> Call:
         layout, parts = self.definitions.layouts[row.layout], row.parts_or_replica
-        sizes, device_times = self._sizes, iter(parts.replica_or_stage_device_ms)
+        sizes, device_times = self.definitions.sizes.get, iter(parts.replica_or_stage_device_ms)
         phase_times = parts.device_ms or (None,) * len(CALL_PHASES)
         phases = {
             name: CallPhaseTime(*offset_and_duration, phase_times[index])
@@ -304,26 +328,4 @@ class Resolver:
             absent=absent,
             stages=stages,
             kind=step.kind,
-        )
-
-    def _collective(self, row: CollectiveRow, definition: CollectiveDefinition) -> Collective | Sampled:
-        step = row.step or None
-        if definition.operation is None:
-            count = row.quantity if definition.why is None else None
-            return Sampled(self._process, self._rank, step, row.start_ns, row.wall_ns, count, definition.why)
-        return Collective(
-            process=self._process,
-            rank=self._rank,
-            step=step,
-            operation=definition.operation,
-            phase=DOING.get(row.phase, "other"),
-            bytes=row.quantity,
-            dtype=definition.dtype,
-            group=definition.group,
-            group_size=definition.size,
-            ranks=definition.ranks,
-            backend=definition.backend,
-            device=definition.device,
-            start_ns=row.start_ns,
-            host_ns=row.wall_ns,
         )

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from dpmon.record.record_types import MAX_SPANS
 from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES
 
-_UNITS = {
-    "_bytes_s": "bytes/s",
-    "_bytes": "bytes",
-    "_ms": "ms",
-    "_s": "s",
-    "_mhz": "MHz",
-    "_pct": "%",
-    "_c": "degrees Celsius",
-    "_w": "W",
-    "_j": "J",
-}
-"""Units of fields by the suffix of their names."""
 _SCALES = {"%": 0.01, "ms": 1e-3, "MHz": 1e6}
 """Factors from the units of fields to the units of metrics, where they differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
-    """A field of a record. `name` is its name in JSON."""
+class FieldSpec(NamedTuple):
+    """A field of a record."""
 
     type: str
     """integer, number, text, boolean, list or object. Any field may be null, with the reason in `absent`."""
+    unit: str
+    """Empty if it has none."""
     name: str
+    """Its name in JSON."""
     meaning: str
     columns: tuple[str, ...] | None = None
     """Its columns in CSV; None: one column of the same name."""
@@ -40,12 +30,6 @@ class FieldSpec:
     """Whether JSON omits it, because it follows from other fields there."""
     metric: str = ""
     """Its name as a Prometheus gauge; empty if it is not exported as a metric."""
-    unit: str = ""
-    """Its unit; empty if it has none. The default is the unit that the suffix of its name implies."""
-
-    def __post_init__(self) -> None:
-        suffix = next((suffix for suffix in _UNITS if f"_{self.name}".endswith(suffix)), "")
-        object.__setattr__(self, "unit", self.unit or _UNITS.get(suffix, ""))
 
     @property
     def scale(self) -> float:
@@ -63,8 +47,7 @@ class FieldSpec:
         return f"{self.meaning[:1].upper()}{self.meaning[1:]}."
 
 
-@dataclass(frozen=True, slots=True)
-class RecordSpec:
+class RecordSpec(NamedTuple):
     """A kind of record. `name` is its `kind` in JSON; `fields` are in the order of the CSV columns."""
 
     name: str
@@ -74,12 +57,19 @@ class RecordSpec:
     """The thing that a CSV row describes."""
 
 
-_integer = partial(FieldSpec, "integer")
-_number = partial(FieldSpec, "number")
-_text = partial(FieldSpec, "text")
-_boolean = partial(FieldSpec, "boolean")
-_list = partial(FieldSpec, "list")
-_object = partial(FieldSpec, "object")
+_integer = partial(FieldSpec, "integer", "")
+_bytes = partial(FieldSpec, "integer", "bytes")
+_bytes_per_s = partial(FieldSpec, "integer", "bytes/s")
+_number = partial(FieldSpec, "number", "")
+_seconds = partial(FieldSpec, "number", "s")
+_ms = partial(FieldSpec, "number", "ms")
+_percent = partial(FieldSpec, "number", "%")
+_text = partial(FieldSpec, "text", "")
+_boolean = partial(FieldSpec, "boolean", "")
+_list = partial(FieldSpec, "list", "")
+_object = partial(FieldSpec, "object", "")
+_object_of_ms = partial(FieldSpec, "object", "ms")
+_list_of_ms = partial(FieldSpec, "list", "ms")
 
 _CALL_TIMES = tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device"))
 _REPLICA_COLUMNS = (
@@ -93,27 +83,23 @@ _STAGE_COLUMNS = (
 _HOST_TIMES = tuple(f"{name}_ms" for name in STEP_PHASES)
 _DEVICE_TIMES = tuple(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES)
 _QUANTITIES = [
-    _integer(field.name, field.meaning + f"; missing if {field.absent}" * field.optional, unit=field.unit)
+    FieldSpec("integer", field.unit, field.name, field.meaning + f"; missing if {field.absent}" * field.optional)
     for field in QUANTITIES
 ]
 _PROCESS = _integer("process", "the training process, from 0")
 _RANK = _integer("rank", "the rank of the process; null if it has none")
-_T_S = _number("t_s", "time since the run's start")
-_START_S = _number("start_s", "time of its start, since the run's start")
-_WALL_MS = _number("wall_ms", "its duration")
+_T_S = _seconds("t_s", "time since the run's start")
+_START_S = _seconds("start_s", "time of its start, since the run's start")
+_WALL_MS = _ms("wall_ms", "its duration")
 _MODE = _text("mode", "dp (over several devices) or single (one device, as on every rank); null if unknown")
 _ABSENT = _object("absent", "why a field is null or missing, by the field's name")
 _DEVICES = _list("devices", "the devices available to it, by torch's names")
-_INPUTS = _list(
-    "inputs",
-    "each tensor among the arguments: path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a "
-    "DTensor, which is divided among ranks, also has global_shape",
+_SIZE = (
+    "path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a DTensor, which is divided among "
+    "ranks, also has global_shape"
 )
-_OUTPUTS = _list(
-    "outputs",
-    "each tensor of the result: path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a "
-    "DTensor, which is divided among ranks, also has global_shape",
-)
+_INPUTS = _list("inputs", f"each tensor among the arguments: {_SIZE}")
+_OUTPUTS = _list("outputs", f"each tensor of the result: {_SIZE}")
 _IN_PROCESS = (_PROCESS, _RANK, _T_S)
 _CALL_FIELDS = (
     _PROCESS,
@@ -137,10 +123,9 @@ _CALL_FIELDS = (
     _integer("rows", "rows of the batch: the length of its first tensor along the batch's dimension", only_csv=True),
     _DEVICES,
     _list("idle_devices", "the devices for which the batch had no chunk", only_csv=True),
-    _object(
+    _object_of_ms(
         "phases",
         "for each phase that ran, host_ms and device_ms; device_ms is null if the device time is unknown",
-        unit="ms",
         columns=_CALL_TIMES,
     ),
     _INPUTS,
@@ -171,24 +156,23 @@ _STEP_FIELDS = (
     _START_S,
     _WALL_MS,
     *_QUANTITIES,
-    _object(
-        "phases", "the host time of each phase that ran; these times add up to the step", unit="ms", columns=_HOST_TIMES
+    _object_of_ms(
+        "phases", "the host time of each phase that ran; these times add up to the step", columns=_HOST_TIMES
     ),
-    _object(
+    _object_of_ms(
         "device_ms",
         "the time of each phase on the slowest device (for data: on the device that waits least); missing if the step "
         "used no GPU",
         columns=_DEVICE_TIMES,
     ),
-    _list(
+    _list_of_ms(
         "spans",
         f"the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested spans: a "
         "backward includes its sync; an optimizer excludes its closure). Each span is a phase on the training thread. "
         "They are in order of start, outer spans before nested ones",
-        unit="ms",
     ),
     _integer("missing_spans", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
-    _list(
+    _list_of_ms(
         "buckets_ms",
         "time from the step's start until each bucket of gradients was ready, in order of time; missing if unknown",
     ),
@@ -197,12 +181,12 @@ _STEP_FIELDS = (
         "the number of the step's last synchronized backward pass, which is the same on all ranks; missing if there is "
         "none",
     ),
-    _number(
+    _ms(
         "exposed_ms",
         "communication of the step's synchronized passes that no computation hid: the shortest `sync` of all ranks; "
         "missing if there are no such passes",
     ),
-    _number("wait_ms", "the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)"),
+    _ms("wait_ms", "the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)"),
     _integer(
         "loop",
         "the number of the loop over a DataLoader that its batches came from (`loop` of a `loader` record); missing if "
@@ -217,7 +201,7 @@ _COLLECTIVE_FIELDS = (
     _integer("step", "the step that ran when it was launched; null between two steps"),
     _text("operation", "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all ..."),
     _text("phase", "activity of the thread that launched it: data, forward, backward, optimizer, other"),
-    _integer(
+    _bytes(
         "bytes",
         "size of the tensor as counted by nccl-tests: for an all_gather the whole result, for a reduce_scatter its "
         "input, for a gather or scatter the parts of all ranks",
@@ -228,8 +212,8 @@ _COLLECTIVE_FIELDS = (
     _list("ranks", "the ranks of the group; null for all ranks, or if unknown"),
     _text("backend", "the backend of the group: gloo, nccl ..."),
     _text("device", "the type of its tensors' device"),
-    _number("start_s", "time of its launch, since the run's start"),
-    _number("host_ms", "duration of the call that launched it; the ranks may still communicate after the call"),
+    _seconds("start_s", "time of its launch, since the run's start"),
+    _ms("host_ms", "duration of the call that launched it; the ranks may still communicate after the call"),
     _ABSENT,
 )
 _SAMPLED_FIELDS = (
@@ -258,26 +242,34 @@ _DEVICE_FIELDS = (
     _boolean("of_run", "whether processes of the run hold memory on it"),
     _boolean("visible", "whether the command's CUDA_VISIBLE_DEVICES lets CUDA see it"),
     _list("ordinals", "torch's name for it in each process of the run: process, device"),
-    _integer("util_pct", "share of the time in which a kernel ran on the GPU", metric="device_utilization_ratio"),
-    _integer("mem_used_bytes", "memory in use on the GPU, other programs included", metric="device_memory_used_bytes"),
-    _integer("mem_total_bytes", "memory of the GPU", metric="device_memory_total_bytes"),
-    _integer("mem_reserved_bytes", "memory reserved by the driver"),
-    _integer("mem_run_bytes", "memory that the run's processes hold on the GPU", metric="device_memory_run_bytes"),
-    _integer("mem_others_bytes", "memory that other processes hold on the GPU"),
-    _integer("mem_torch_bytes", "memory that torch's allocators in the run's processes reserve"),
-    _integer("temperature_c", "temperature of the GPU", metric="device_temperature_celsius"),
-    _integer("temperature_limit_c", "temperature at which the GPU is throttled"),
-    _number("power_w", "power the GPU draws", metric="device_power_watts"),
-    _number("power_limit_w", "power limit of the GPU"),
-    _number("energy_j", "energy since the driver was loaded"),
-    _integer("sm_clock_mhz", "clock of the GPU's multiprocessors", metric="device_sm_clock_hertz"),
-    _integer("mem_clock_mhz", "clock of its memory"),
+    FieldSpec(
+        "integer",
+        "%",
+        "util_pct",
+        "share of the time in which a kernel ran on the GPU",
+        metric="device_utilization_ratio",
+    ),
+    _bytes("mem_used_bytes", "memory in use on the GPU, other programs included", metric="device_memory_used_bytes"),
+    _bytes("mem_total_bytes", "memory of the GPU", metric="device_memory_total_bytes"),
+    _bytes("mem_reserved_bytes", "memory reserved by the driver"),
+    _bytes("mem_run_bytes", "memory that the run's processes hold on the GPU", metric="device_memory_run_bytes"),
+    _bytes("mem_others_bytes", "memory that other processes hold on the GPU"),
+    _bytes("mem_torch_bytes", "memory that torch's allocators in the run's processes reserve"),
+    FieldSpec(
+        "integer", "degrees Celsius", "temperature_c", "temperature of the GPU", metric="device_temperature_celsius"
+    ),
+    FieldSpec("integer", "degrees Celsius", "temperature_limit_c", "temperature at which the GPU is throttled"),
+    FieldSpec("number", "W", "power_w", "power the GPU draws", metric="device_power_watts"),
+    FieldSpec("number", "W", "power_limit_w", "power limit of the GPU"),
+    FieldSpec("number", "J", "energy_j", "energy since the driver was loaded"),
+    FieldSpec("integer", "MHz", "sm_clock_mhz", "clock of the GPU's multiprocessors", metric="device_sm_clock_hertz"),
+    FieldSpec("integer", "MHz", "mem_clock_mhz", "clock of its memory"),
     _list("throttle", "reasons for throttling, in words; empty if the GPU is not throttled"),
-    _integer("fan_pct", "speed of its fan"),
-    _integer("pcie_rx_bytes_s", "data received over PCIe"),
-    _integer("pcie_tx_bytes_s", "data sent over PCIe"),
-    _integer("nvlink_rx_bytes_s", "data received over NVLink"),
-    _integer("nvlink_tx_bytes_s", "data sent over NVLink"),
+    FieldSpec("integer", "%", "fan_pct", "speed of its fan"),
+    _bytes_per_s("pcie_rx_bytes_s", "data received over PCIe"),
+    _bytes_per_s("pcie_tx_bytes_s", "data sent over PCIe"),
+    _bytes_per_s("nvlink_rx_bytes_s", "data received over NVLink"),
+    _bytes_per_s("nvlink_tx_bytes_s", "data sent over NVLink"),
     _integer("ecc_corrected", "corrected memory errors since the driver was loaded"),
     _integer("ecc_uncorrected", "uncorrected memory errors since the driver was loaded"),
     _integer("retired_pages", "pages of memory that were retired"),
@@ -286,20 +278,20 @@ _DEVICE_FIELDS = (
     _boolean("mig", "whether it is divided into MIG instances"),
     _list("mig_devices", "the instances: uuid, mem_used_bytes, mem_total_bytes"),
     _boolean("persistence", "whether the driver stays loaded while no program uses the GPU"),
-    _number("sm_active_pct", "share of its multiprocessors that were busy (Hopper and later)"),
-    _number("tensor_active_pct", "share of the time in which its tensor cores worked"),
-    _number("dram_active_pct", "share of the time in which its memory was read or written"),
+    _percent("sm_active_pct", "share of its multiprocessors that were busy (Hopper and later)"),
+    _percent("tensor_active_pct", "share of the time in which its tensor cores worked"),
+    _percent("dram_active_pct", "share of the time in which its memory was read or written"),
     _list("processes", "processes with the most memory, those of the run first: pid, mem_bytes, of_run"),
     _integer("process_count", "number of processes that use it"),
     _ABSENT,
 )
 _HOST_FIELDS = (
     _T_S,
-    _number("cpu_pct", "share of the host's CPU cores in use", metric="host_cpu_ratio"),
-    _integer("mem_used_bytes", "memory in use on the host", metric="host_memory_used_bytes"),
-    _integer("mem_total_bytes", "memory of the host", metric="host_memory_total_bytes"),
-    _number("run_cpu_pct", "CPU use of the run's processes: 200% is two cores", metric="run_cpu_cores"),
-    _integer(
+    _percent("cpu_pct", "share of the host's CPU cores in use", metric="host_cpu_ratio"),
+    _bytes("mem_used_bytes", "memory in use on the host", metric="host_memory_used_bytes"),
+    _bytes("mem_total_bytes", "memory of the host", metric="host_memory_total_bytes"),
+    _percent("run_cpu_pct", "CPU use of the run's processes: 200% is two cores", metric="run_cpu_cores"),
+    _bytes(
         "run_mem_bytes",
         "memory of the run's processes; a shared page is divided among its processes",
         metric="run_memory_bytes",
@@ -312,21 +304,21 @@ _HOST_FIELDS = (
 _MEMORY_FIELDS = (
     *_IN_PROCESS,
     _integer("step", "the step in which it was measured"),
-    _number("took_ms", "duration of the measurement", columns=()),
+    _ms("took_ms", "duration of the measurement", columns=()),
     _list("devices", "one object per device, with the fields below and its own `absent`", columns=()),
     _text("device", "torch's name of the device"),
-    _integer("model_bytes", "parameters and buffers"),
-    _integer("shared_bytes", "the part of `model_bytes` in shared memory of the host", columns=()),
+    _bytes("model_bytes", "parameters and buffers"),
+    _bytes("shared_bytes", "the part of `model_bytes` in shared memory of the host", columns=()),
     _text("shared_files", "a name of this shared memory, the same in all its processes", columns=()),
-    _integer("gradients_bytes", "gradients"),
-    _integer("optimizer_bytes", "states of the optimizers"),
-    _integer("rest_bytes", "the rest of the allocated memory: activations and similar tensors"),
-    _integer("allocated_bytes", "memory handed out by torch's allocator"),
-    _integer("reserved_bytes", "memory that the allocator has reserved on the GPU"),
-    _integer("peak_bytes", "peak of the allocated memory"),
+    _bytes("gradients_bytes", "gradients"),
+    _bytes("optimizer_bytes", "states of the optimizers"),
+    _bytes("rest_bytes", "the rest of the allocated memory: activations and similar tensors"),
+    _bytes("allocated_bytes", "memory handed out by torch's allocator"),
+    _bytes("reserved_bytes", "memory that the allocator has reserved on the GPU"),
+    _bytes("peak_bytes", "peak of the allocated memory"),
     _integer("peak_after_step", "the last measured step before the peak"),
     _text("uuid", "the GPU's UUID", columns=()),
-    _integer("inactive_split_bytes", "free parts of blocks that are in use: fragments", columns=()),
+    _bytes("inactive_split_bytes", "free parts of blocks that are in use: fragments", columns=()),
     _integer("alloc_retries", "number of allocations that failed until cached memory was freed", columns=()),
     _integer("ooms", "number of out-of-memory errors", columns=()),
     _ABSENT,
@@ -348,19 +340,15 @@ _PAUSE_FIELDS = (
     *_IN_PROCESS,
     _integer("step", "the step before the pause"),
     _boolean("paused", "whether a pause starts here"),
-    _number("paused_s", "length of the pause; null at its start"),
+    _seconds("paused_s", "length of the pause; null at its start"),
     _text("reason", "why the training resumed by itself; null if the user resumed it"),
     _text("refused", "why the request was refused; null if it was not"),
 )
-_INPUT_FIELDS = (
-    _integer("pid", "the process that waited"),
-    _T_S,
-    _number("waited_s", "how long it waited"),
-)
+_INPUT_FIELDS = (_integer("pid", "the process that waited"), _T_S, _seconds("waited_s", "how long it waited"))
 _STALL_FIELDS = (
     _T_S,
-    _number("since_s", "time of the last progress since the run's start, in all records of the stall"),
-    _number("lasted_s", "length of the stall; missing at its start"),
+    _seconds("since_s", "time of the last progress since the run's start, in all records of the stall"),
+    _seconds("lasted_s", "length of the stall; missing at its start"),
     _text("text", "where each rank is, and which ranks wait for others"),
     _list("nccl", "lines in which NCCL names ranks that are missing, failed or behind; missing at its end", columns=()),
     _list(
@@ -387,7 +375,7 @@ _LOADER_FIELDS = (
     _integer("start", "the number of this start among those of the same DataLoader object, from 1"),
     _integer("loop", "the number of this start among those of all loaders of the process, from 1"),
     _integer("dataset", "the number of the dataset object in the process, from 1"),
-    _number("iter_s", "duration of the loader's __iter__, which starts the workers"),
+    _seconds("iter_s", "duration of the loader's __iter__, which starts the workers"),
     _ABSENT,
 )
 _DDP_FIELDS = (
@@ -398,11 +386,11 @@ _DDP_FIELDS = (
     _integer("group_size", "number of ranks that average their gradients", metric="ddp_group_size"),
     _list("group", "the ranks that average their gradients"),
     _integer("parameters", "number of parameters with averaged gradients"),
-    _integer("parameter_bytes", "size of the parameters with averaged gradients", metric="ddp_parameter_bytes"),
-    _list("bucket_bytes", "the size of each bucket, in the order of averaging"),
-    _integer("bucket_cap_bytes", "largest size of a bucket", metric="ddp_bucket_cap_bytes"),
+    _bytes("parameter_bytes", "size of the parameters with averaged gradients", metric="ddp_parameter_bytes"),
+    FieldSpec("list", "bytes", "bucket_bytes", "the size of each bucket, in the order of averaging"),
+    _bytes("bucket_cap_bytes", "largest size of a bucket", metric="ddp_bucket_cap_bytes"),
     _boolean("find_unused_parameters", "whether it looks for unused parameters in every step"),
-    _integer(
+    _bytes(
         "unused_bytes",
         "size of the parameters that were not used in the last iteration that torch timed",
         metric="ddp_unused_bytes",
@@ -413,12 +401,12 @@ _DDP_FIELDS = (
     _boolean("broadcast_buffers", "whether the first rank sends its buffers in every forward"),
     _boolean("sync_batch_norm", "whether it has a SyncBatchNorm, which makes ranks wait in the forward"),
     _integer("iteration", "the last iteration that torch itself timed: the first ten, then one in 100"),
-    _number(
+    _ms(
         "comm_ms",
         "torch's time of that iteration: the communication of the backward pass",
         metric="ddp_torch_communication_seconds",
     ),
-    _number(
+    _ms(
         "overlap_ms",
         "torch's time of that iteration: the part of the communication that computation hid",
         metric="ddp_torch_overlap_seconds",
@@ -442,19 +430,15 @@ _PROCESS_FIELDS = (
     _text("device_kind", "cuda or cpu"),
     _ABSENT,
 )
-_WARNING_FIELDS = (
-    *_IN_PROCESS,
-    _text("text", "the message"),
-)
 _OOM_FIELDS = (
     *_IN_PROCESS,
     _text("device", "torch's name of the device"),
-    _integer("asked_bytes", "size of the requested memory"),
-    _integer("total_bytes", "memory of the GPU"),
-    _integer("free_bytes", "free memory of the GPU"),
-    _integer("allocated_bytes", "memory handed out by torch's allocator"),
-    _integer("reserved_bytes", "memory that the allocator had reserved on the GPU"),
-    _integer("inactive_split_bytes", "free parts of blocks that were in use: fragments"),
+    _bytes("asked_bytes", "size of the requested memory"),
+    _bytes("total_bytes", "memory of the GPU"),
+    _bytes("free_bytes", "free memory of the GPU"),
+    _bytes("allocated_bytes", "memory handed out by torch's allocator"),
+    _bytes("reserved_bytes", "memory that the allocator had reserved on the GPU"),
+    _bytes("inactive_split_bytes", "free parts of blocks that were in use: fragments"),
 )
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
@@ -509,7 +493,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             _DDP_FIELDS,
         ),
         RecordSpec("process", "a process that started to record", _PROCESS_FIELDS),
-        RecordSpec("warning", "a message of dpmon", _WARNING_FIELDS),
+        RecordSpec("warning", "a message of dpmon", (*_IN_PROCESS, _text("text", "the message"))),
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),

@@ -254,7 +254,7 @@ class Step(NamedTuple):
     rank: int | None
     step: int
     """Its number, from 1. Otherwise, it is no step of a loop: 0 for calls outside the steps, -n for calls of step n
-    that the step does not hold, because it did not end or has very many."""
+    that the step does not hold, because it did not end."""
     mode: str
     start_ns: int
     wall_ns: int
@@ -415,7 +415,10 @@ def kind_of(record: Record) -> str:
 
 def count_rows(sizes: Sequence[Size] | None, dim: int) -> int | None:
     """Return the length along `dim` of the first tensor that has this dimension; None if none has it."""
-    return next((size.shape[dim] for size in sizes or () if -len(size.shape) <= dim < len(size.shape)), None)
+    for size in sizes or ():
+        if -len(size.shape) <= dim < len(size.shape):
+            return size.shape[dim]
+    return None
 
 
 def untimed_text(reason_number: int) -> str:

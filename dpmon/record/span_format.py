@@ -64,18 +64,11 @@ DOING = {
     Kind.BACKWARD: "backward",
     Kind.OPTIMIZER: "optimizer",
     Kind.COPY: "copy",
-    Kind.DEVICE_TIME: "other",
     Kind.PAUSE: "paused",
-    Kind.MEMORY: "other",
-    Kind.OPTIMIZER_FREED: "other",
-    Kind.RESTARTED: "other",
     Kind.SYNC: "sync",
-    Kind.BUCKETS: "other",
-    Kind.COLLECTIVE: "other",
-    Kind.LOSS: "other",
-    Kind.CLOSURE: "other",
 }
-"""Activity of a process during a span, by kind. Phases of a step have the same names as in records."""
+"""Activity of a process during a span, by kind; "other" during spans of all other kinds. Phases of a step have the same
+names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
 """Kinds of spans that have a quantity of the step in place of sizes (inputs | outputs << 32)."""
 

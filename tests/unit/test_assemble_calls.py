@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.assemble import Assembler, step_boundaries
+from dpmon.assemble import Assembler
 from dpmon.record.record_types import UNTIMED, Call
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Kind, Span
@@ -168,6 +168,20 @@ def test_samples_are_those_of_calls_that_learn() -> None:
     assert [step.samples for step in assemble_script(Script().play("d eT99 f8 f6 d eT99")).steps] == [8, 99]
 
 
+@pytest.mark.parametrize(
+    ("loop", "samples"),
+    [
+        ("d d f8 b f6 b o " * 2, [14, 14]),
+        ("d d d f8 b f6 b o d d f8 b f6 b o d D f8 b f6 b o", [14, 14, 14]),
+        ("d f8 b f8 b o " * 2, [8, 8]),
+        ("m " + "f8 b f6 b o " * 2, [14, 14]),
+    ],
+    ids=["fetched together", "with one read ahead", "two passes over one batch", "no loader"],
+)
+def test_samples_of_several_backward_passes(loop: str, samples: list[int]) -> None:
+    assert [step.samples for step in assemble_script(Script().play(loop)).steps] == samples
+
+
 # ------------------------------------------------------------------------------------------ by hand
 
 
@@ -296,10 +310,7 @@ def test_device_times_of_a_data_parallel_call() -> None:
 
 
 @pytest.mark.parametrize(("calls", "forward"), [(10, 10.0), (5000, None)])
-def test_device_times_of_a_step_that_is_recorded_in_parts(
-    monkeypatch: pytest.MonkeyPatch, calls: int, forward: float | None
-) -> None:
-    monkeypatch.setattr(step_boundaries, "MAX_HELD", 3)
+def test_a_step_with_too_many_timed_calls_has_no_device_times(calls: int, forward: float | None) -> None:
     script = Script()
     net = script.model()
     script.fetch()
@@ -352,7 +363,7 @@ def test_numbers_of_events_are_filled_in() -> None:
     script.play("f")
     script.event("mode", "last", step=0, call=0, text=3)
     script.play("f")
-    script.event("memory", "last", step=0)
+    script.event("pause", "last", step=0)
     script.play("d")
     script.event("mode", "next", step=0, call=0)
     script.play("f")
@@ -392,13 +403,13 @@ def test_peaks_are_assigned_to_the_steps_between_measurements() -> None:
         script.play("d l")
         with script.phase("memory", site=number):
             pass
-        devices = [{"device": "cpu", "peak_after_look": max(1, number - 1)}, {"device": "cuda:0"}, 7]
-        script.event("memory", "last", step=0, look=number, devices=devices)
+        peaks = {"cuda:0": max(1, number - 1), "cpu": None}
+        devices = [{"device": device, "peak_after_step": sample} for device, sample in peaks.items()]
+        script.event("memory", "last", step=0, devices=devices)
     script.fetch()
     events = [event.data for event in assemble_script(script).events]
     assert [(event["step"], event["devices"][0]["peak_after_step"]) for event in events] == [(1, 1), (2, 1), (3, 2)]
-    assert events[0]["devices"][1:] == [{"device": "cuda:0"}, 7]
-    assert "look" not in events[0]
+    assert events[0]["devices"][1] == {"device": "cpu", "peak_after_step": None}
 
 
 def test_an_event_comes_out_although_nothing_follows() -> None:

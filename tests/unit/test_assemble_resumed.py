@@ -77,8 +77,8 @@ class Chance:
             self.measurements += 1
             with script.phase("memory", site=self.measurements):
                 pass
-            one = {"device": "cpu", "peak_after_look": max(1, self.measurements - draw.randrange(3))}
-            script.event("memory", "last", step=0, devices=[one], look=self.measurements)
+            one = {"device": "cpu", "peak_after_step": max(1, self.measurements - draw.randrange(3))}
+            script.event("memory", "last", step=0, devices=[one])
         if draw.random() < 0.1:
             script.event("mode", draw.choice(["next", "last"]), step=None, call=None, text="from call {call} on")
         if draw.random() < 0.1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.assemble import step_boundaries
 from dpmon.record.record_types import MAX_SPANS, Step
 from dpmon.record.span_format import Flag
 from support.script_simulator import MS, Script, assemble_script, check_spans_of_step
@@ -73,9 +72,7 @@ def test_primitives_called_by_the_script_are_forward_even_inside_a_call() -> Non
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("held", [3, step_boundaries.MAX_HELD])
-def test_a_step_keeps_the_first_of_too_many_spans(monkeypatch: pytest.MonkeyPatch, held: int, nested: bool) -> None:
-    monkeypatch.setattr(step_boundaries, "MAX_HELD", held)
+def test_a_step_keeps_the_first_of_too_many_spans(nested: bool) -> None:
     copies = "c " * MAX_SPANS
     step = only(Script().play(f"d f {f'o( {copies})' if nested else copies} b o"))
     assert step.spans is not None

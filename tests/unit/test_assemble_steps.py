@@ -274,24 +274,19 @@ def test_a_module_that_is_called_no_more_ends_no_steps() -> None:
     assert len(result.steps) > 400
 
 
-def test_a_step_that_is_too_long_to_be_held() -> None:
+def test_a_step_that_is_too_long_to_be_held_is_divided() -> None:
     script = Script().play("m " + ("d " + "f=0.01 " * 20_000 + "b o ") * 2)
     payloads = assemble_in_portions(script, [])
     assert assemble_in_portions(script, [17_000, 30_000]) == payloads
     result = decode_rows(payloads)
-    assert result.shape() == [(8, FETCHED, 20_000)] * 2
+    assert [(step.step, step.step_kind, step.counts.get("updates")) for step in result.steps] == [
+        (1, "forward_only", None),
+        (1, "training", 1),
+        (2, "forward_only", None),
+        (2, "training", 1),
+    ]
+    assert len(result.calls) == 40_000
     check(result)
-
-
-def test_a_step_without_a_loader_that_is_too_long_to_be_held() -> None:
-    result = of("m " + ("f=0.01 " * 20_000 + "b o ") * 3)
-    assert result.shape()[-2:] == [(8, LEARN, 20_000)] * 2
-    check(result)
-
-
-def test_a_long_rollout_without_gradients_is_part_of_its_step() -> None:
-    result = of("m " + ("d " + "e=0.01 " * 20_000 + "l ") * 3)
-    assert result.shape() == [(8, FETCHED, 20_001)] * 3
 
 
 # ------------------------------------------------------------------------------------------ threads

@@ -130,9 +130,11 @@ def test_a_definition_may_come_again_and_may_change() -> None:
     assert found.outputs == (Size("", (10, 9), "int64", 720),)
 
 
-@pytest.mark.parametrize("changes", [{"layout": 99}, {"inputs": 99}, {"outputs": 99}, {"replicas": (99, 4, 0, 0)}])
-def test_a_definition_that_was_not_seen(changes: dict[str, Any]) -> None:
-    assert resolver().record(call(**changes)) is None
+def test_a_call_without_its_layout_is_no_record_and_lost_sizes_are_unknown() -> None:
+    assert resolver().record(call(layout=99)) is None
+    found = resolver().record(call(inputs=99))
+    assert isinstance(found, Call)
+    assert found.inputs is None
 
 
 def test_rows_are_those_of_the_first_tensor_that_has_any() -> None:
@@ -236,7 +238,10 @@ def test_a_resolver_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -
     known = resolver()
     for number in range(5, 400):
         assert known.record(Definition(number, OUT)) is None
-    assert known.record(call()) is None
+    assert len(known.definitions.sizes) == 100
+    lost = known.record(call())
+    assert isinstance(lost, Call)
+    assert lost.inputs is None
     for number, value in enumerate((LAYOUT, IN, SHARE, OUT), 1):
         assert known.record(Definition(number, value)) is None
     assert isinstance(known.record(call()), Call)

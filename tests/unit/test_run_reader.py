@@ -144,7 +144,7 @@ def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> 
     assert reader.startup_stage() is None
 
 
-@pytest.mark.parametrize("what", sorted({*DOING.values(), "ended"}))
+@pytest.mark.parametrize("what", sorted({*DOING.values(), "other", "ended"}))
 def test_the_activity_of_a_process_is_known(run: tuple[Path, RunInfo], reader: RunReader, what: str) -> None:
     assert reader.activities() == {}
     writer = Process(run[0], rank=1)

@@ -160,9 +160,7 @@ class MemoryTracer:
             return
         self._last_devices, self._last_event_ns = devices, start_ns
         took_ms = (monotonic_ns() - start_ns) / 1e6
-        self.session.record_event(
-            "memory", "last", step=None, look=self._look_count, took_ms=took_ms, devices=devices, absent={}
-        )
+        self.session.record_event("memory", "last", step=None, took_ms=took_ms, devices=devices, absent={})
 
     def _unknown_reasons(self, walk: StorageWalk, device: str) -> dict[str, str]:
         """Return the reason for each part that is not fully known."""
@@ -208,7 +206,7 @@ class MemoryTracer:
             entry.update(
                 stats,
                 rest_bytes=rest_bytes if rest_bytes >= 0 and unknown_part is None else None,
-                peak_after_look=peak_after_look,
+                peak_after_step=peak_after_look,  # the assembler replaces it by the step of that measurement
             )
             if unknown_part is not None:
                 absent["rest_bytes"] = f"{unknown_part} is not known"

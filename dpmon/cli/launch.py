@@ -253,7 +253,6 @@ def _show_screen(guard: SupervisorGuard, directory: Path, refresh: float, settin
                 directory,
                 refresh=refresh,
                 theme=settings.theme,
-                alert=settings.alert,
                 known_exit=lambda: guard.outcome,
             )
         except KeyboardInterrupt:  # pressed before the screen could read the keyboard

@@ -3,8 +3,8 @@
 The file is replaced atomically, so that a collector never reads half of it. All users may read it, because the
 collector usually runs as another user.
 
-Growing values are counters, or the histogram of step times, so that Prometheus can compute rates over any time. The
-gauges of steps cover the whole run and equal the values of summary and report. Unknown values are absent, never 0.
+Growing values are counters, or the histogram of step times, so that Prometheus can compute means, rates and quantiles
+over any time. Unknown values are absent, never 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dpmon.record.schema import (
     PHASES,
     QUANTITIES,
     STEP,
-    STEP_KINDS,
     STRAGGLER_DELAY,
     TRAINING,
     WAIT,
@@ -45,7 +44,7 @@ from dpmon.store.loops import read_epochs
 from dpmon.store.loss_table import read_loss_sites, read_newest_losses
 from dpmon.store.node_table import read_node_rows
 from dpmon.store.quantile_sketch import count_between
-from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats
+from dpmon.store.step_stats import StatsWindow
 from dpmon.store.steps import read_newest_activity, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
@@ -254,7 +253,6 @@ class PrometheusFile:
             node_labels, help_text = {"node": node.name}, "1 while a node sends its records, otherwise 0."
             metrics.add_gauge("node_connected", help_text, {**base, **node_labels}, int(node.state == "connected"))
         self._add_steps(metrics, window)
-        self._add_stats(metrics, window)
         self._add_times(metrics, window)
         help_text = "Records that were lost before they were read."
         metrics.add_counter("records_dropped_total", help_text, base, store.dropped)
@@ -365,27 +363,6 @@ class PrometheusFile:
             rows.append(_ModeTally(labels, process, mode, tallies[process, mode]))
         return rows
 
-    def _add_stats(self, metrics: MetricsText, window: StatsWindow) -> None:
-        """Add the statistics of each mode as in summary and report: the times of each process, and the rate of all."""
-        for mode, kind in [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]:
-            mode_labels = {"mode": mode or "unknown", "kind": STEP_KINDS[kind]}
-            for process in window.processes[:MAX_PROCESSES]:
-                stats = window.step_stats(mode, kind, process)
-                if not stats.steps:
-                    continue
-                labels = {**self._process_labels(process), **mode_labels}
-                _add_duration_metrics(metrics, "step", "step times over the whole run", labels, stats)
-                for phase in PHASES:
-                    if (phase_stats := stats.phase(phase.name)) is not None:
-                        phase_labels = {**labels, "phase": phase.name}
-                        subject = "a phase over steps that ran it"
-                        _add_duration_metrics(metrics, "phase", subject, phase_labels, phase_stats)
-            if (rate := window.rate(mode, kind)) is not None:
-                labels = {**self._run_labels, **mode_labels}
-                help_end = "per second of elapsed training time over the whole run."
-                metrics.add_gauge("steps_per_second", f"Steps {help_end}", labels, rate.steps_per_s)
-                metrics.add_gauge("samples_per_second", f"Samples {help_end}", labels, rate.samples_per_s)
-
 
 def _add_phase(metrics: MetricsText, phase: Phase, labels: _Labels, tally: Tally) -> None:
     """Add the time of a phase on the host and on the devices, and how many steps have a device time."""
@@ -399,17 +376,6 @@ def _add_phase(metrics: MetricsText, phase: Phase, labels: _Labels, tally: Tally
         metrics.add_counter(f"{prefix}_phase_device_seconds_total", help_text, labels, stats.total / 1e9)
         help_text = f"Steps in which the device time of a phase of the {subject} is known."
         metrics.add_counter(f"{prefix}_phase_device_known_total", help_text, labels, stats.count)
-
-
-def _add_duration_metrics(
-    metrics: MetricsText, prefix: str, subject: str, labels: _Labels, stats: StepStats | PhaseStats
-) -> None:
-    for quantile, ns in (("0.5", stats.median_ns), ("0.95", stats.p95_ns)):
-        if ns is not None:
-            quantile_labels = {**labels, "quantile": quantile}
-            metrics.add_gauge(f"{prefix}_quantile_seconds", f"Quantiles of {subject}.", quantile_labels, ns / 1e9)
-    if stats.mean_ns is not None:
-        metrics.add_gauge(f"{prefix}_mean_seconds", f"Mean of {subject}.", labels, stats.mean_ns / 1e9)
 
 
 def _add_gauges(metrics: MetricsText, record_kind: str, labels: _Labels, data: Mapping[str, object]) -> None:

@@ -50,8 +50,6 @@ MAX_GROUPS = 8
 """Maximum number of process groups with a sequence number in the ring."""
 NO_NUMBER = (1 << 64) - 1
 """Sequence number of a process group whose backend has none."""
-NCCL_FLAG = 1 << 31
-"""Bit of the number of ranks that marks a process group with the NCCL backend."""
 KINDS_AT = 3584
 """Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
 MAGIC, VERSION = b"DPMSPANS", 1

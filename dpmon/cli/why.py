@@ -45,7 +45,7 @@ def why(options: argparse.Namespace) -> int:
     state, _ = run_state(directory, run_info)
     # On another machine, and after its end, other processes may have the run's process ids.
     is_alive = state in ("starting", "running", "unsupervised")
-    reply = _request_why_reply(directory, run_info, native=options.native) if is_alive else None
+    reply = _request_why_reply(directory, run_info) if is_alive else None
     state, exit_info = run_state(directory, run_info)
     has_ended = exit_info is not None or state == LOST
     frames = () if exit_info is None else _read_traceback(directory, run_info, exit_info)
@@ -81,14 +81,14 @@ def why(options: argparse.Namespace) -> int:
     return 0
 
 
-def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> StallReport | None:
+def _request_why_reply(directory: Path, run_info: RunInfo) -> StallReport | None:
     """Return the supervisor's reply. Without one, inspect the ranks from this process.
 
     None for a mirror that does not reply: its ranks run on other nodes.
     """
     try:
         ensure_supervisor(directory)
-        reply = request_and_wait(directory, native=native)
+        reply = request_and_wait(directory)
         if reply is not None or not is_command_alive(load_info(directory)):
             return reply
         problem = "does not reply"
@@ -101,8 +101,7 @@ def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> S
     with closing(RankInspector(directory, run_info.cwd, adopted=True)) as inspector:
         inspector.inspect_ranks({}, time.monotonic_ns())
         time.sleep(_PTRACE_WAIT_S)
-        dumps = inspector.take_stacks(native=native)
-        inspector.query_nccl()
+        dumps = inspector.take_stacks()
         now_ns = time.monotonic_ns()
         return build_report(
             inspector.with_exceptions(inspector.inspect_ranks({}, now_ns)),
@@ -110,7 +109,6 @@ def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> S
             None,
             now_ns,
             run_info,
-            nccl=inspector.nccl,
         )
 
 

@@ -345,7 +345,6 @@ _STALL_FIELDS = (
     _number("since_s", "time of the last progress since the run's start, in all records of the stall"),
     _number("lasted_s", "length of the stall; missing at its start"),
     _text("text", "where each rank is, and which ranks wait for others"),
-    _list("nccl", "lines in which NCCL names ranks that are missing, failed or behind; missing at its end"),
     _list(
         "ranks",
         "one object for each rank, those that the others wait for first: process, node (if the run has several), rank, "

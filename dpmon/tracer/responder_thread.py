@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
-from dpmon.span_ring import MAX_GROUPS, NCCL_FLAG, NO_NUMBER, HeaderWord, SpanRing
+from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, HeaderWord, SpanRing
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import write_file
 
@@ -132,9 +132,7 @@ def write_group_sequences(words: memoryview) -> None:
         with contextlib.suppress(Exception):  # some backends have no sequence numbers
             sequence = group._get_sequence_number_for_group()
         words[index + 1] = sequence
-        backends = getattr(world, "pg_backend_config", {}).get(group, "")
-        nccl = NCCL_FLAG if "nccl" in backends else 0
-        words[index] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | nccl | max(len(ranks), 1)
+        words[index] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | max(len(ranks), 1)
         index += 2
     if index < HeaderWord.GROUPS + 2 * MAX_GROUPS:
         words[index] = 0

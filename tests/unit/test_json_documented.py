@@ -126,7 +126,7 @@ def test_every_field_of_why_is_described(
     stack = Stack((Frame("save", "t.py", 3),))
     rank = RankActivity(7, 0, 1, since_ns=1, step=3, groups=(ProcessGroupView(1, 2, 5),), stack=stack)
     gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
-    now = build_report([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
+    now = build_report([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu])
     monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", load_exit(directory)))
     monkeypatch.setattr("dpmon.cli.why._read_traceback", lambda *_: (("main", "/job/train.py", 3),))
     mirrored = replace(now, without=("gpu-2: it did not answer in time",))

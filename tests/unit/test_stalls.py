@@ -571,23 +571,6 @@ def test_a_compiled_model_that_runs_does_not_compile() -> None:
     assert Stack((code, call, *FORWARD, SCRIPT[1])).library_operation == "forward"
 
 
-def test_c_frames_are_only_in_the_whole_stack() -> None:
-    native = {"name": "poll", "filename": "/build/poll.c", "module": "/usr/lib/libc.so.6", "line": 29}
-    found = parse_py_spy_json(dumped([native, {**frame("save", "/job/train.py", 12), "module": None}]), 1).main
-    assert found is not None
-    assert found.frames == (Frame("poll", "/build/poll.c", 0), Frame("save", "/job/train.py", 12))
-    assert told(rank(0, found.frames, world=1)) == "in save (train.py:12)"
-    ranks = [
-        replace(
-            answered_rank(number, "in save (t.py:1)", waits=False),
-            stacks=(Stack((Frame(address, "/lib/libc.so.6", 0), Frame("f", "t.py", 1))),),
-        )
-        for number, address in ((0, "0x7f01"), (1, "0x7f02"))
-    ]
-    lines = [text for text, _ in format_report(StallReport(30.0, None, None, tuple(ranks)))]
-    assert lines[-3:] == ["ranks 0, 1:", "  0x7f01 (/lib/libc.so.6)", "  f (t.py:1)"]
-
-
 def test_the_stack_of_a_worker_is_shown_whole() -> None:
     worker = LoaderWorker(
         8, "in Samples.__getitem__ (data.py:3)", Stack((Frame("Samples.__getitem__", "/job/data.py", 3),))

@@ -7,7 +7,7 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
     keep_runs = 200         # DPMON_KEEP_RUNS: number of runs to keep
     batch_dim = 1           # DPMON_BATCH_DIM: the dimension of the batch in a model's first input (0 if not given)
     keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (this limit never deletes the newest five
-                            # runs, nor runs of at most keep_bytes / keep_runs)
+                            # runs)
     on_event = ["command", "argument"]   # DPMON_ON_EVENT: the command to start for each event of a run
     alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that show that the machine is alive
     loss = false            # DPMON_LOSS: whether to read the losses (default: true)

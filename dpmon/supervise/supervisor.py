@@ -32,9 +32,9 @@ from dpmon.run.lifecycle import (
     wait_until,
 )
 from dpmon.run.proc import open_pidfd
-from dpmon.run.process_notes import NoteReader
+from dpmon.run.process_notes import READ_BYTES, NoteReader, read_uncaught_exceptions, traceback_line
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info, output_paths, write_info
-from dpmon.run.safe_files import open_file
+from dpmon.run.safe_files import open_file, read_tail
 from dpmon.run.stdin_terminal import INPUT_FIFO, InputTerminal, InputWaitWatcher
 from dpmon.supervise.command_process import (
     ProcessExitWatcher,
@@ -362,7 +362,13 @@ class Supervisor:
             if not exit_info.status or exit_info.signal is not None:
                 return None
             failure = find_first_failure(self._directory, self._run_info, exit_info.status)
-            return None if failure is None else failure.sentence(self._run_info.cwd)
+            if failure is not None:
+                return failure.sentence(self._run_info.cwd)
+            if read_uncaught_exceptions(self._directory):  # they were handled
+                return None
+            # A script that failed before it imported torch has noted nothing.
+            *_, error_output = output_paths(self._directory, self._run_info)
+            return traceback_line(read_tail(error_output, READ_BYTES))
         except Exception:  # noqa: BLE001 - the status is recorded in any case
             _log(f"no cause of the command's end: {traceback.format_exc()}")
             return None

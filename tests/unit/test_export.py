@@ -19,7 +19,7 @@ from dpmon.cli.status_stream import NonBlockingLineFile
 from dpmon.export import ExportError, export
 from dpmon.export.perfetto import write_trace
 from dpmon.record.record_specs import COLUMNS
-from dpmon.record.record_types import Call, Event, Record, Step
+from dpmon.record.record_types import Call, Record, Step
 from dpmon.run.output_target import open_replacement
 from dpmon.run.run_directory import load_info
 from support.format_readers import ChromeTrace, read_trace
@@ -176,16 +176,6 @@ def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) ->
         wanted.append((f"step {step.step}", step.start_ns, step.wall_ns))
         wanted += [(name, step.start_ns + begin, ran) for name, begin, ran in step.spans or ()]
     assert [(one["name"], int(one["ts"] * 1000.0), int(one["dur"] * 1000.0)) for one in found] == wanted
-
-
-def test_damaged_records_are_left_out_of_the_trace(state: Path) -> None:
-    (one,) = (record for record in records_of_rows(Training().step()) if isinstance(record, Call))
-    bad: list[Record] = [one, replace(one, start_ns=-5), replace(one, wall_ns=-5)]
-    bad += [Step(0, None, 1, "dp", 5, -1, None, {}), Event("host", {"t_s": float("nan"), "cpu_pct": float("inf")})]
-    bad += [Event("warning", {"process": 0, "text": None, "x": [float("nan")]}), Event("memory", {"devices": 5})]
-    bad += [Event("device", {"index": None, "t_s": "x", "util_pct": 10**400, "absent": 3, "a": None})]
-    names = [event["name"] for event in trace_of(write_run_directory({}), bad).slices["process 0", "calls"]]
-    assert names == ["Model", *one.phases]
 
 
 def test_a_trace_that_is_interrupted_is_closed(directory: Path) -> None:

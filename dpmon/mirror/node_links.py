@@ -365,7 +365,4 @@ class NodeLinks:
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
     """Return the exit status of a command, None while it runs. An ended command stays a zombie until it is reaped."""
-    try:
-        return ended_child_status(process.pid)
-    except ChildProcessError:  # SIGCHLD was ignored when dpmon was started, so the kernel has reaped it
-        return 0
+    return ended_child_status(process.pid)

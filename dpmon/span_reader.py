@@ -189,10 +189,6 @@ class SpanReader:
         self._write_word(HeaderWord.STACKS, serial)
         return serial
 
-    def allow_ptrace_by(self, pid: int) -> None:
-        """Ask the training process to let the process `pid` trace it (ptrace)."""
-        self._write_word(HeaderWord.PTRACER, pid)
-
     def groups(self) -> list[tuple[int, int, int | None]]:
         """Return the identity, number of ranks and sequence number (None: none) of each process group.
 

@@ -75,8 +75,8 @@ class HeaderWord:
     REQUEST, REQUESTED_MODE, PAUSE, TIMED_ONE_IN, SAMPLE = range(24, 29)
     """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); n if one step
     in n is timed on devices (0: all steps); serial of the last request to record the collectives of a step."""
-    STACKS, PTRACER = 29, 30
-    """Serial of the last request for stacks; pid of the process that may trace this one (0: none)."""
+    STACKS = 29
+    """Serial of the last request for stacks."""
     GROUPS = 32
     """For each process group: its identity (crc32 of its name << 32 | number of ranks; 0: no more groups), then the
     number of collectives that this process has started in it. Written by the process."""

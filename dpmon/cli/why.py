@@ -30,9 +30,6 @@ from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from dpmon.text.formatting import format_elapsed
 
-_PTRACE_WAIT_S = 0.5
-"""After this time, the training processes have allowed this one to inspect them: they poll four times per second."""
-
 
 def why(options: argparse.Namespace) -> int:
     """Print what each rank of a live run is doing, or the stalls of an ended run. Return 0, or 4 without such a run."""
@@ -98,9 +95,8 @@ def _request_why_reply(directory: Path, run_info: RunInfo) -> StallReport | None
         print_message(f"the mirror {problem}")
         return None
     print_message(f"the supervisor {problem}; this process takes the stacks instead")
-    with closing(RankInspector(directory, run_info.cwd, adopted=True)) as inspector:
+    with closing(RankInspector(directory, run_info.cwd)) as inspector:
         inspector.inspect_ranks({}, time.monotonic_ns())
-        time.sleep(_PTRACE_WAIT_S)
         dumps = inspector.take_stacks()
         now_ns = time.monotonic_ns()
         return build_report(

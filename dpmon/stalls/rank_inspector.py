@@ -85,9 +85,7 @@ class _LoopEnd(NamedTuple):
 class RankInspector:
     """An inspector of the training processes of one run, to be called again and again."""
 
-    def __init__(self, directory: Path, cwd: str, *, adopted: bool = False) -> None:
-        """Create an inspector. `adopted`: this process is not an ancestor of theirs, so they must let it trace them."""
-        self._adopted = adopted
+    def __init__(self, directory: Path, cwd: str) -> None:
         self.directory = directory
         self.cwd = cwd
         self._rings: dict[str, SpanReader] = {}
@@ -116,8 +114,6 @@ class RankInspector:
             with contextlib.suppress(RingError, OSError):
                 ring = self._rings[path.name] = SpanReader(str(path))
                 self._add_process(ring.pid)
-                if self._adopted:
-                    ring.allow_ptrace_by(os.getpid())
         ranks: list[RankActivity] = []
         self._table: Mapping[int, proc.ProcessEntry] = {}
         for ring in self._rings.values():

@@ -77,7 +77,7 @@ class StallWatch:
         self._spans_nodes = inspector is not None
         self._run_info = run_info
         self._recorder = recorder
-        self._inspector = inspector or RankInspector(directory, run_info.cwd, adopted=is_takeover)
+        self._inspector = inspector or RankInspector(directory, run_info.cwd)
         self._durations = LearnedDurations()
         self._check_at_ns = 0
         self._earlier_ranks: dict[tuple[str | None, int], RankActivity] = {}

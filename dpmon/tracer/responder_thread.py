@@ -34,8 +34,6 @@ MIN_IDLE_NS = 2_000_000_000
 """They are read only if the training thread has begun no span for this long."""
 MAX_END_WAIT_S = 0.5
 """Longest wait for the end of the thread."""
-_SET_PTRACER = 0x59616D61
-"""PR_SET_PTRACER (linux/prctl.h)."""
 
 
 def start_thread(function: Callable[..., object], *arguments: object) -> None:
@@ -84,7 +82,7 @@ class ResponderThread:
     def _run(self, ring: SpanRing, opener: int, stop_lock: Any, ended_lock: Any) -> None:
         """Poll the ring for requests until the thread is stopped. `opener`: the thread that opened the ring."""
         session, words = self._session, ring.words
-        handled_request = allowed_pid = poll_count = 0  # requests in a new ring came while this thread started
+        handled_request = poll_count = 0  # requests in a new ring came while this thread started
         try:
             while not stop_lock.acquire(True, POLL_INTERVAL_S) and session.ring is ring and not session.is_off:
                 poll_count += 1
@@ -95,9 +93,6 @@ class ResponderThread:
                             write_group_sequences(words)
                         elif words[HeaderWord.GROUPS]:
                             words[HeaderWord.GROUPS] = 0
-                    if words[HeaderWord.PTRACER] != allowed_pid:
-                        allowed_pid = words[HeaderWord.PTRACER]
-                        _allow_ptrace_by(allowed_pid)
                     if words[HeaderWord.STACKS] != handled_request:
                         handled_request = words[HeaderWord.STACKS]
                         stacks = collect_stacks(self._training_thread_ident(opener))
@@ -165,10 +160,3 @@ def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
             }
         )
     return stacks
-
-
-def _allow_ptrace_by(pid: int) -> None:
-    """Allow the process `pid` to trace this one. It needs that if Yama restricts ptrace and it is no ancestor."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)

@@ -137,7 +137,7 @@ def test_no_stack_is_taken_of_a_process_that_only_a_ring_names(tmp_path: Path, m
         with monkeypatch.context() as another:
             another.setattr(os, "getpid", lambda: pid)
             SpanRing(str(tmp_path / "process-0.ring"), process=0)
-        with closing(RankInspector(tmp_path, "/", adopted=True)) as look:
+        with closing(RankInspector(tmp_path, "/")) as look:
             look.inspect_ranks({}, time.monotonic_ns())
             (taken,) = look.take_stacks().values()
             assert taken.reason is not None

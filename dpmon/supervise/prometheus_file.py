@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.errors import HistoryError
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import (
     EXPOSED,
@@ -161,8 +160,6 @@ class PrometheusFile:
         self._has_warned = False
         self._should_stop = threading.Event()
         self._thread = threading.Thread(target=self._write_until_stop, name="dpmon metrics", daemon=True)
-        self._last_store_text = ""
-        """The metrics from the store when the history was last readable."""
         self._highest_values: dict[tuple[str, ...], float] = {}
 
     def start(self) -> None:
@@ -204,15 +201,12 @@ class PrometheusFile:
         if exit_info is not None:
             outcome = outcome_word(load_exit(self._directory) or exit_info)
             metrics.add_gauge("run_exit_status", "The run's exit status.", {**base, "end": outcome}, exit_info.status)
-        # A history that is unreadable now may be readable later.
-        with contextlib.suppress(HistoryError), open_store(self._directory) as store:
-            recorded = MetricsText(self._highest_values)
+        with open_store(self._directory) as store:
             state = ENDED if exit_info is not None else self._state(store)
-            recorded.add_gauge("run_state", "1 for the state that the run is in.", {**base, "state": state}, 1)
-            self._add_store_metrics(recorded, store)
-            self._add_progress(recorded, store, is_live=exit_info is None)
-            self._last_store_text = str(recorded)
-        return f"{metrics}{self._last_store_text}"
+            metrics.add_gauge("run_state", "1 for the state that the run is in.", {**base, "state": state}, 1)
+            self._add_store_metrics(metrics, store)
+            self._add_progress(metrics, store, is_live=exit_info is None)
+        return str(metrics)
 
     def _state(self, store: Store) -> str:
         """Return the word for the state of a live run."""
@@ -275,15 +269,12 @@ class PrometheusFile:
             labels = {**self._process_labels(process), "wrapper": str(wrapper)}
             _add_gauges(metrics, "ddp", labels, wrappers[process, wrapper])
 
-    def _process_labels(self, process: int, *, with_rank: bool = True) -> dict[str, str]:
+    def _process_labels(self, process: int) -> dict[str, str]:
         rank, node = self._ranks_by_process.get(process), self._nodes_by_process.get(process)
         labels = dict(self._run_labels)
         if node is not None:
             labels["node"] = node
-        labels["process"] = str(process)
-        if with_rank:
-            labels["rank"] = "" if rank is None else str(rank)
-        return labels
+        return {**labels, "process": str(process), "rank": "" if rank is None else str(rank)}
 
     def _add_steps(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add durations, phases, ranks' communication and quantities of the steps, including evaluations."""
@@ -303,7 +294,7 @@ class PrometheusFile:
                     metrics.add_counter(quantity.metric, help_text, labels, total.total)
 
     def _add_times(self, metrics: MetricsText, window: StatsWindow) -> None:
-        """Add each process's time by activity, its steps and samples, and its newest step."""
+        """Add each process's time by activity, its steps and samples."""
         by_mode = self._tallies_by_mode(window, only_training=True)
         for labels, process, mode, tally in by_mode:
             help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
@@ -323,19 +314,6 @@ class PrometheusFile:
                     labels = {**self._process_labels(process), "activity": activity}
                     help_text = "Time of a process by activity, since it began to record."
                     metrics.add_counter("time_seconds_total", help_text, labels, ns / 1e9)
-        last_steps: dict[int, tuple[int, int]] = {}
-        for key, tally in (*window.tallies.items(), *window.left_out.items()):
-            if step_kind(key.kind) != TRAINING:
-                continue
-            last_step = tally.last_ns or 0, tally.last_step or 0
-            last_steps[key.process] = max(last_steps.get(key.process, (0, 0)), last_step)
-        for process, (end_ns, step_number) in sorted(last_steps.items())[:MAX_PROCESSES]:
-            labels = self._process_labels(process, with_rank=False)
-            end_unix = self._run_info.started_unix + end_ns / 1e9
-            metrics.add_gauge("last_step", "Number of the newest training step.", labels, step_number)
-            metrics.add_gauge(
-                "last_step_time_seconds", "When the newest training step ended, since 1970.", labels, end_unix
-            )
 
     def _add_progress(self, metrics: MetricsText, store: Store, *, is_live: bool) -> None:
         """Add the current or last epoch of each process."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from argparse import Namespace
@@ -36,7 +35,6 @@ from dpmon.mirror.remote_hosts import (
 from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import RunError
-from dpmon.supervise import start_supervisor
 from support.history_builders import write_run_directory
 from support.record_builders import Training
 
@@ -242,18 +240,6 @@ def test_a_machine_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     drips = RemoteHost("a", ("sh", "-c", "while :; do echo x; sleep 0.1; done"), ())
     (answer,) = run_on_hosts([drips], (), silent_s=100.0)
     assert answer.why == "it did not end within 2 s"
-
-
-def test_why_a_machine_fails_is_known_also_if_dpmon_was_started_with_sigchld_ignored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start_supervisor, "_was_ignored", False)
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert main(["ls", "--host", "missing", "--via", way(tmp_path, BAD)]) == 1
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert capsys.readouterr().err == f"dpmon: missing: {SAID['missing']}\n"
 
 
 @pytest.mark.parametrize(("name", "said"), [("missing", "no host replied"), ("a", "no run on 1 host that replied")])

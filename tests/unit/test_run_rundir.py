@@ -170,7 +170,7 @@ def test_numbers_out_of_range_are_damage(state: Path, number: str) -> None:
         path = directory / name
         path.write_text(re.sub(rf'"{member}": [^,]*', f'"{member}": {number}', path.read_text()))
     assert load_exit(directory) is None
-    with pytest.raises(RunError, match="out of range"):
+    with pytest.raises(RunError, match="is not a run"):
         load_info(directory)
     assert list_runs() == []
 

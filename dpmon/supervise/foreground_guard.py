@@ -21,7 +21,6 @@ from dpmon.run.lifecycle import STUCK_SUPERVISOR_S, build_exit_info, build_unkno
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_signals import find_members, find_run_command, send_signal, send_to_all
-from dpmon.supervise.command_process import find_command
 from dpmon.supervise.start_supervisor import SupervisorTakeover
 
 POLL_INTERVAL_S = 0.2
@@ -69,6 +68,7 @@ class SupervisorGuard:
         self._directory = reader.directory
         self._reader = reader
         self._supervisor = supervisor
+        self._supervisor_start_s = proc.start_time_s(supervisor.pid) or 0.0
         self._takeover = SupervisorTakeover(reader.directory)
         self._command: proc.ProcessEntry | None = None
         """The command, if it is not in run.json."""
@@ -160,11 +160,23 @@ class SupervisorGuard:
         return None if is_child else build_unknown_exit(run_info, "foreground", _REAPED_ELSEWHERE, time.monotonic_ns())
 
     def _with_command(self) -> RunInfo:
-        """Return the contents of run.json, with the command even if no supervisor has recorded it."""
+        """Return the contents of run.json. If the command is missing there, search for its process and add it.
+
+        The command leads a session. It is a child of the supervisor or, after that has ended, of this process, and it
+        is the first such child, because the other ones are started later by the supervisor or the command.
+        """
         run_info = self.info
         if run_info.command_pid is not None:
             return run_info
-        self._command = self._command or find_command(self._directory)
+        if self._command is None:
+            supervisor_pids = (self._supervisor.pid, self._takeover.pid)
+            candidates = [
+                process
+                for pid, process in proc.read_process_table().items()
+                if pid == process.session and pid not in supervisor_pids
+                if process.parent in (os.getpid(), self._supervisor.pid) and process.start_s >= self._supervisor_start_s
+            ]
+            self._command = min(candidates, key=lambda process: process.start_s, default=None)
         if self._command is None:
             return run_info
         return replace(run_info, command_pid=self._command.pid, command_started=self._command.start_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.supervise import foreground_guard as guards
+from dpmon.supervise.command_process import find_command
 from dpmon.supervise.foreground_guard import SupervisorGuard
 from dpmon.supervise.start_supervisor import SupervisorTakeover
 from support.run_harness import wait_for
@@ -122,6 +124,26 @@ def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[
     how = wait_for(lambda: looked(guard))
     assert how == load_exit(directory)
     assert (how.status, how.unknown) == (None, "the supervisor was killed, and another process had reaped the command")
+
+
+def test_a_process_that_an_unrecorded_command_left_behind_is_not_the_command(
+    run: tuple[SupervisorGuard, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, directory = run
+    env, every_process = {**os.environ, "DPMON_RUN": str(directory)}, proc.read_process_table
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); sys.exit(3)"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, env=env) as command:
+        os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
+        left = wait_for(lambda: find_command(directory))
+        ours = (command.pid, left.pid)  # not the zombies of other tests
+        monkeypatch.setattr(
+            proc, "read_process_table", lambda: {pid: each for pid, each in every_process().items() if pid in ours}
+        )
+        try:
+            assert wait_for(lambda: looked(guard)).status == 3
+        finally:
+            os.kill(left.pid, signal.SIGKILL)
+            command.returncode = 3  # the guard has reaped it
 
 
 STARTS = """

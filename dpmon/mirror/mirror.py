@@ -307,7 +307,7 @@ class Mirror(StallRecorder):
     def _should_store_event(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
         """Return whether to store an event: not a stall of ranks that the mirror judges."""
         _, process, kind, *_ = row
-        is_stall = kind == "stall" and process < 0
+        is_stall = kind == "stall" and process is None
         return not is_stall or self.stall_detector.should_store_stall(node.number, parse_event(row[-1]).data)
 
     def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:

@@ -72,9 +72,11 @@ class CrossNodeStallDetector:
         activities = from_json(NodeActivities, report)
         clock_offset_ns = time.monotonic_ns() - age_ns - activities.now_ns
         self._awaited_nodes.discard(node)
+        # Ranks of a node that belong to another job, or to none, are compared only with each other.
         self._inspector.ranks_by_node[node] = [
             rank._replace(
                 process=None if rank.process is None else self._local_process_number(node, rank.process),
+                job=rank.job and hash((node, rank.job)),
                 node=name,
                 since_ns=rank.since_ns and rank.since_ns + clock_offset_ns,
             )

@@ -89,6 +89,7 @@ class RankInspector:
         self.directory = directory
         self.cwd = cwd
         self._rings: dict[str, SpanReader] = {}
+        self._parents: dict[int, int] = {}
         self._started: dict[int, float | None] = {}
         """When each process started. Another process may get its id after its end."""
         self._members: set[int] = set()
@@ -122,11 +123,15 @@ class RankInspector:
         self._starting = {}
         if all(rank.step is None for rank in ranks):
             ranks += self._inspect_starting({rank.pid for rank in ranks}, now_ns)
-        return newest_process_per_rank(ranks)
+        ranks = newest_process_per_rank(ranks)
+        has_duplicates = any(rank.namesake for rank in ranks)
+        return [rank._replace(job=self._job_of(rank, has_duplicates)) for rank in ranks]
 
     def _add_process(self, pid: int) -> None:
-        """Note the start of a process, and whether it is proven to be the run's."""
-        self._started[pid] = proc.start_time_s(pid)
+        """Note the parent and the start of a process, and whether it is proven to be the run's."""
+        process = proc.read_process(pid)
+        self._parents[pid] = 0 if process is None else process.parent
+        self._started[pid] = None if process is None else process.start_s
         if is_member(pid, self.directory):
             self._members.add(pid)
 
@@ -134,7 +139,7 @@ class RankInspector:
         """Return the activity of the processes that have no ring, because they have not made their first call."""
         notes = read_notes(self.directory / "stages.log")
         stages = {pid: StartupStage(text, at_ns) for pid, at_ns, text in notes if pid not in ring_pids}
-        for pid in stages.keys() - self._started.keys():
+        for pid in stages.keys() - self._parents.keys():
             self._add_process(pid)
         living = {
             pid: stage
@@ -150,6 +155,12 @@ class RankInspector:
             rank = RankActivity(pid, None, number, world, stage.name, stage.start_ns, state="running")
             ranks.append(self._with_process_state(rank, pid, now_ns))
         return ranks
+
+    def _job_of(self, rank: RankActivity, has_duplicates: bool) -> int:
+        """Return a number that ranks share if they may wait for each other."""
+        if rank.world < 2:
+            return rank.pid
+        return self._launcher_pid(rank.pid) if has_duplicates else 0
 
     def _inspect(self, ring: SpanReader, step: int | None, now_ns: int) -> RankActivity:
         pid, world, loop_end_ns = ring.pid, ring.world or 1, ring.last_loop_end_ns()
@@ -202,6 +213,11 @@ class RankInspector:
             cpu=last.cpu_since(counters[-2]) if len(counters) > 1 else None,
             busy=last.busy_since(first) if last.at_ns - first.at_ns >= MIN_ACTIVITY_WINDOW_NS else None,
         )
+
+    def _launcher_pid(self, pid: int) -> int:
+        """Return the pid of the process that started the ranks of this process's job: its nearest untraced ancestor."""
+        parent = self._parents.get(pid, 0)
+        return self._launcher_pid(parent) if parent in self._parents and parent != pid else parent
 
     def with_exceptions(self, ranks: list[RankActivity]) -> list[RankActivity]:
         """Return the ranks with the exceptions that ended them."""
@@ -286,18 +302,19 @@ def _waits_for_data(dump: ProcessStacks) -> bool:
 
 
 def newest_process_per_rank(ranks: list[RankActivity]) -> list[RankActivity]:
-    """Return the newest process of each rank, without leftovers of a restarted job."""
+    """Return the newest process of each rank, without leftovers of a restarted job. Duplicate ranks are marked."""
     processes_by_rank: dict[int | None, list[RankActivity]] = {}
     for rank in ranks:
         processes = processes_by_rank.setdefault(rank.rank, [])
         if rank.rank is not None:
             processes[:] = [process for process in processes if not process.is_over]
         processes.append(rank)
+    duplicates = {number for number, same in processes_by_rank.items() if number is not None and len(same) > 1}
     newest = [process for processes in processes_by_rank.values() for process in processes]
     newest.sort(key=lambda process: (process.rank is None, process.number))
     # A process without a rank that has ended is omitted unless there are no others.
     current = [process for process in newest if process.rank is not None or not process.is_over]
-    return current or newest
+    return [process._replace(namesake=process.rank in duplicates) for process in current or newest]
 
 
 def _read_counters(pid: int, tid: int, table: Mapping[int, proc.ProcessEntry], now_ns: int) -> Counters:

@@ -82,6 +82,10 @@ class RankActivity(NamedTuple):
     """Whether the last loop over a loader has ended, and nothing has started since."""
     loop_begins: bool = False
     """Whether it has finished at most one step since its last loop over a loader ended."""
+    job: int = 0
+    """A number shared by all ranks that may wait for each other."""
+    namesake: bool = False
+    """Whether a rank of another job has the same number."""
     stack: Stack | None = None
     why_no_stack: str | None = None
     raised: str | None = None
@@ -99,15 +103,10 @@ class RankActivity(NamedTuple):
         return self.node, self.pid
 
     @property
-    def job(self) -> object:
-        """A value shared by all ranks that may wait for each other; a process without other ranks has its own."""
-        return self.key if self.world < 2 else None
-
-    @property
     def name(self) -> str:
         """Its name in a list of several."""
         if self.rank is not None:
-            return f"rank {self.rank}{_node_suffix([self])}"
+            return f"rank {self.rank} (pid {self.pid})" if self.namesake else f"rank {self.rank}{_node_suffix([self])}"
         return f"process {self.process}" if self.process is not None else f"pid {self.pid}"
 
     @property
@@ -208,7 +207,7 @@ class Stall(NamedTuple):
 
 def find_stall(ranks: Sequence[RankActivity], learned: LearnedDurations, now_ns: int) -> Stall | None:
     """Return the stall of a run; None if it makes progress, or if the lack of it is plausible."""
-    jobs: dict[object, list[int]] = {}
+    jobs: dict[int, list[int]] = {}
     for i, rank in enumerate(ranks):
         if rank.doing != "paused":
             jobs.setdefault(rank.job, []).append(i)
@@ -345,7 +344,7 @@ def sentence(stall: Stall, ranks: Sequence[RankActivity], directory: str) -> str
     return "; ".join(_sentence_of_job(stall, ranks, job, directory) for job in jobs)
 
 
-def _sentence_of_job(stall: Stall, ranks: Sequence[RankActivity], job: object, directory: str) -> str:
+def _sentence_of_job(stall: Stall, ranks: Sequence[RankActivity], job: int, directory: str) -> str:
     blockers = [ranks[i] for i in stall.blockers if ranks[i].job == job]
     waiters = [ranks[i] for i in stall.waiters if ranks[i].job == job]
 
@@ -397,6 +396,8 @@ def format_rank_names(ranks: Sequence[RankActivity]) -> str:
     """Return the names of ranks: "rank 3", "ranks 0-2, 5"."""
     if len(ranks) == 1:
         return ranks[0].name
+    if any(rank.namesake for rank in ranks):
+        return ", ".join(rank.name for rank in ranks)
     noun, _, _ = ranks[0].name.partition(" ")
     nouns = "processes" if noun == "process" else f"{noun}s"
     numbers = format_ranges(sorted(rank.number for rank in ranks))

@@ -239,7 +239,7 @@ def test_an_answer_of_machines_that_are_not_stalled(machines: Machines) -> None:
 def test_all_that_the_verdict_needs_is_passed_on() -> None:
     whole = RankActivity(
         7, 1, 3, 4, "data", START - 5 * SECOND, 12, (ProcessGroupView(5, 4, 9), ProcessGroupView(6, 2, None)),
-        "disk wait", None, True, True, True, SAVES, None, "ValueError (a.py:1)",
+        "disk wait", None, True, True, True, 9, True, SAVES, None, "ValueError (a.py:1)",
         LoaderWorker(8, "dead", BACKWARD), usual_ns=30 * SECOND,
     )  # fmt: skip
     bare = RankActivity(7, 1, None, since_ns=START, why_no_stack="why")

@@ -30,7 +30,7 @@ from dpmon.supervise.stall_watch import StallWatch
 START = 1000 * SECOND
 INFO = RunInfo("", "n", ("c",), "s", "/job", None, 1e9, START, "", True)
 SAVES = Stack((Frame("save", "/job/train.py", 4),))
-STUCK = RankActivity(7, 0, since_ns=START + SECOND, step=3, busy=False, stack=SAVES)
+STUCK = RankActivity(7, 0, since_ns=START + SECOND, step=3, busy=False, stack=SAVES, job=7)
 TEXT = "in save (train.py:4)"
 
 
@@ -142,8 +142,8 @@ def test_a_stall_that_had_ended_is_not_taken_up(tmp_path: Path, monkeypatch: pyt
 
 def test_what_waited_for_another_rank_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
-    waits = STUCK._replace(pid=8, rank=1, world=2, doing="backward", stack=None)
-    works = STUCK._replace(pid=9, rank=0, world=2, busy=True)
+    waits = STUCK._replace(pid=8, rank=1, world=2, doing="backward", stack=None, job=0)
+    works = STUCK._replace(pid=9, rank=0, world=2, job=0, busy=True)
     run.ranks = [waits, works]
     run.look(60)
     run.ranks = [each._replace(since_ns=START + 60 * SECOND) for each in run.ranks]
@@ -214,7 +214,7 @@ def test_a_fault_while_stacks_are_taken_is_reported_once(tmp_path: Path, monkeyp
 
 def test_an_answer_names_the_same_processes_after_one_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
-    goes_on = STUCK._replace(pid=6, process=1, since_ns=START + 29 * SECOND, busy=True)
+    goes_on = STUCK._replace(pid=6, process=1, job=6, since_ns=START + 29 * SECOND, busy=True)
     run.ranks = [goes_on, STUCK]
     run.look(30)
     recorded = run.told[0][1]["ranks"]
@@ -290,6 +290,8 @@ def test_a_restarted_job_leaves_no_rank_behind() -> None:
     gone = [RankActivity(pid, pid, rank, 2, "gone") for pid, rank in ((1, 0), (2, 1))]
     new = [RankActivity(pid, pid, rank, 2) for pid, rank in ((4, 1), (3, 0))]
     assert [rank.pid for rank in newest_process_per_rank([*gone, *new])] == [3, 4]
+    both = newest_process_per_rank([*(rank._replace(doing="other") for rank in gone), *new])
+    assert [(rank.pid, rank.namesake) for rank in both] == [(1, True), (3, True), (2, True), (4, True)]
     alone = newest_process_per_rank([RankActivity(9, 0, doing="ended"), *new])
     assert [rank.pid for rank in alone] == [3, 4]
 

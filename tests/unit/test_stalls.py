@@ -314,9 +314,23 @@ def test_one_of_64_ranks_is_named() -> None:
     assert told(*(each._replace(since_ns=NOW - SECOND) if i == 17 else each for i, each in enumerate(ranks))) is None
 
 
+def test_ranks_of_two_jobs_do_not_wait_for_each_other() -> None:
+    """Rank 1 of the second job is stuck; the ranks of the first job are in a slow step."""
+    going = [rank(i, BACKWARD, for_s=4, job=1, namesake=True) for i in (0, 1)]
+    stuck = [rank(0, BACKWARD, pid=200, job=2, namesake=True), rank(1, SCRIPT, pid=201, job=2, namesake=True)]
+    assert told(*going, *stuck) == (
+        "rank 1 (pid 201) in checkpoint (train.py:12); rank 0 (pid 200) waits in backward (train.py:90)"
+    )
+    waits = [each._replace(since_ns=NOW - 30 * SECOND) for each in going]
+    assert told(*waits, *stuck) == (
+        "rank 1 (pid 201) in checkpoint (train.py:12); rank 0 (pid 200) waits in backward (train.py:90);"
+        " all 2 ranks wait in backward (train.py:90): no rank is behind"
+    )
+
+
 def test_one_of_several_trials_is_named() -> None:
     """A search for parameters runs independent processes."""
-    trials = [rank(i, SCRIPT, for_s=1, rank=None, world=1, pid=i) for i in range(3)]
+    trials = [rank(i, SCRIPT, for_s=1, rank=None, world=1, job=i) for i in range(3)]
     assert told(*trials) is None
     trials[1] = trials[1]._replace(since_ns=NOW - 30 * SECOND)
     assert told(*trials) == "process 1 in checkpoint (train.py:12)"
@@ -324,8 +338,8 @@ def test_one_of_several_trials_is_named() -> None:
 
 def test_a_process_that_waits_between_two_loops_is_not_stuck() -> None:
     """An evaluation beside the training waits for the next checkpoint."""
-    waits = rank(1, SCRIPT, for_s=600, rank=None, world=1, pid=1, between_loops=True)
-    training = rank(0, for_s=0.1, rank=None, world=1, pid=2)
+    waits = rank(1, SCRIPT, for_s=600, rank=None, world=1, job=1, between_loops=True)
+    training = rank(0, for_s=0.1, rank=None, world=1, job=2)
     assert told(training, waits) is None
     assert told(rank(0, BACKWARD), rank(1, SCRIPT, between_loops=True)) is not None
 

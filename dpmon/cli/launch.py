@@ -27,7 +27,7 @@ from dpmon.run.run_registry import create_run, short_name
 from dpmon.run.safe_files import open_file
 from dpmon.supervise.command_resolver import ResolvedCommand, resolve
 from dpmon.supervise.foreground_guard import SupervisorGuard, become_reaper, poll_in_background, remember_signals
-from dpmon.supervise.start_supervisor import SECRET_PREFIX, start_supervisor
+from dpmon.supervise.start_supervisor import SECRET_PREFIX, keep_child_statuses, start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
             f"XDG_STATE_HOME={state_home} is ignored because it is not an absolute path;"
             f" this run is kept in {directory.parent}"
         )
+    keep_child_statuses()
     if not options.detach:
         become_reaper()
     # Before the command starts, because the user may delete its record at any time after that.

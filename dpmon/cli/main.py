@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -69,8 +68,6 @@ def main(words: Sequence[str]) -> int:
 
 def entry() -> None:
     """Run the console script."""
-    # If dpmon is started with SIGCHLD ignored, the kernel reaps children by itself, and their statuses are lost.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         status = main(sys.argv[1:])
         if sys.stdout is not None:

@@ -30,7 +30,7 @@ from dpmon.run.lifecycle import has_live_supervisor, wait_until
 from dpmon.run.run_directory import ID, RunError, load_info
 from dpmon.run.run_registry import JOB
 from dpmon.sanitize import sanitize_line, to_safe_json
-from dpmon.supervise.start_supervisor import ensure_supervisor
+from dpmon.supervise.start_supervisor import ensure_supervisor, keep_child_statuses
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_count_with_noun
 
@@ -70,6 +70,7 @@ class RemoteRun(NamedTuple):
 
 def hosts_from_options(options: argparse.Namespace) -> list[RemoteHost]:
     """Return the hosts that the options name, each once. Raises UsageError and HostError."""
+    keep_child_statuses()
     names = list(options.host or ())
     if options.hosts is not None:
         names += expand_hostlist(options.hosts)

@@ -56,7 +56,7 @@ from dpmon.store.ring_drain import RETRY_S
 from dpmon.store.row_exchange import CHUNK_BYTES
 from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
 from dpmon.supervise.stall_watch import StallRecorder
-from dpmon.supervise.start_supervisor import NODE_COMMAND_PREFIX
+from dpmon.supervise.start_supervisor import NODE_COMMAND_PREFIX, keep_child_statuses, lost_settings
 
 COMMIT_S, POLL_S, PAUSE_S = 0.5, 0.2, 0.1
 CLOCK_REPLIES = 3
@@ -110,6 +110,8 @@ class Mirror(StallRecorder):
                 self.links.close_link(peer.node.number, "", for_good=True)
             else:
                 peer.node.state, peer.node.why, peer.node.since_ns = "connecting", None, self.now_ns()
+        for text in lost_settings(run_info, has_event_command=False, has_metrics=metrics_file is not None):
+            self.emit("warning", {"process": None, "text": text})
 
     def now_ns(self) -> int:
         """Return the current time of the run (ns)."""
@@ -454,6 +456,7 @@ def main(directory_text: str, _: str) -> None:
     commands = [json.loads(os.environ.pop(f"{NODE_COMMAND_PREFIX}{node}")) for node in range(len(run_info.nodes))]
     if [name for name, *_ in commands] != list(run_info.nodes):
         return
+    keep_child_statuses()
     gc.set_threshold(COLLECTION_THRESHOLD)
     os.chdir("/")
     os.umask(0o077)

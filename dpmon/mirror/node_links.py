@@ -365,4 +365,7 @@ class NodeLinks:
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
     """Return the exit status of a command, None while it runs. An ended command stays a zombie until it is reaped."""
-    return ended_child_status(process.pid)
+    try:
+        return ended_child_status(process.pid)
+    except ChildProcessError:  # SIGCHLD was ignored when dpmon was started, so the kernel has reaped it
+        return 0

@@ -26,6 +26,7 @@ from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, output_paths
 from dpmon.run.run_signals import belongs_to_run
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import InputTerminal
+from dpmon.supervise.start_supervisor import sigchld_restorer
 
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
 STATUS_TIMEOUT_S = 2.0
@@ -78,6 +79,7 @@ def start_command(
             close_fds=False,
             start_new_session=True,
             restore_signals=True,
+            preexec_fn=sigchld_restorer(),
         )
     finally:
         for fd in log_fds:

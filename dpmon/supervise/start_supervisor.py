@@ -1,4 +1,8 @@
-"""Starts the supervisor of a run in the background, independent of the caller."""
+"""Starts the supervisor of a run in the background, independent of the caller.
+
+If dpmon was started with SIGCHLD ignored, the kernel reaps children by itself, and their statuses are lost. A handler
+that does nothing makes the kernel keep the statuses. For the command, the signal is ignored again, as without dpmon.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dpmon
 from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, needs_supervisor, take_lock, wait_until
-from dpmon.run.run_directory import RunError, load_exit, load_info
+from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.run.safe_files import open_file
 
@@ -56,7 +62,8 @@ def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]
     # Take the lock before the process exists, so that the run never seems to have lost its supervisor.
     if (lock_fd := take_lock(directory)) is None:
         raise BlockingIOError(errno.EBUSY, f"another process uses {directory}")
-    return _start_with_lock(directory, lock_fd, stdin=stdin, variables=secrets)
+    # The supervisor passes dpmon's own signal settings on to the command.
+    return _start_with_lock(directory, lock_fd, stdin=stdin, preexec=sigchld_restorer(), variables=secrets)
 
 
 class NotifierLauncher:
@@ -84,6 +91,16 @@ class NotifierLauncher:
             self._process = _start_with_lock(self._directory, lock_fd, module=_NOTIFIER)
         except OSError as error:
             self._warn(f"the event command cannot run now: {error.strerror or error}")
+
+
+def lost_settings(run_info: RunInfo, *, has_event_command: bool, has_metrics: bool) -> list[str]:
+    """Return a warning for each option of the run that the supervisor or mirror that takes over does not have."""
+    is_set_by_option = {"on_event": has_event_command, "metrics": has_metrics}
+    return [
+        f"another background process took over without {option}, which it takes only from your own settings"
+        for option, is_set in is_set_by_option.items()
+        if run_info.options.get(option) and not is_set
+    ]
 
 
 class SupervisorTakeover:
@@ -150,6 +167,25 @@ _started: list[subprocess.Popen[bytes]] = []
 """Supervisors that may outlive this process. Python would warn if the Popen object of a running process were freed."""
 
 
+_was_ignored = False
+
+
+def keep_child_statuses() -> None:
+    """Keep the exit statuses of this process's children from now on. Must be called in the main thread."""
+    global _was_ignored
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        _was_ignored = True
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+
+def sigchld_restorer() -> Callable[[], object] | None:
+    """Return a function that ignores SIGCHLD again, for `preexec_fn` of Popen; None if the signal was not ignored.
+
+    Only for a process without other threads, because they could hold locks between fork and exec.
+    """
+    return partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN) if _was_ignored else None
+
+
 def _start_with_lock(directory: Path, lock_fd: int, **options: Any) -> subprocess.Popen[bytes]:
     """Start a process that gets the only descriptor of a lock; its argument is the descriptor's number."""
     try:
@@ -164,6 +200,7 @@ def _start(
     argument: str,
     *,
     stdin: bool = False,
+    preexec: Callable[[], object] | None = None,
     module: str = _SUPERVISOR,
     variables: Mapping[str, str] = {},
 ) -> subprocess.Popen[bytes]:
@@ -192,6 +229,7 @@ def _start(
             stderr=log_fd,
             close_fds=False,
             start_new_session=True,
+            preexec_fn=preexec,
         )
     finally:
         os.close(log_fd)

@@ -22,9 +22,11 @@ from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
 from dpmon.run.failure_cause import count_oom_kills, find_first_failure
 from dpmon.run.lifecycle import (
+    EVENTS_FILE,
     YOUNG_S,
     build_exit_info,
     build_unknown_exit,
+    is_locked,
     needs_supervisor,
     take_lock,
     wait_until,
@@ -47,6 +49,8 @@ from dpmon.supervise.start_supervisor import (
     SECRET_PREFIX,
     TAKE_OVER,
     NotifierLauncher,
+    keep_child_statuses,
+    lost_settings,
 )
 
 if TYPE_CHECKING:
@@ -158,6 +162,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------ start
 
     def _handle_signals(self) -> None:
+        keep_child_statuses()
 
         def leave_soon(signal_number: int, _: object) -> None:
             # At a shutdown, all processes get a signal at once. Wait a moment to record the command's end too.
@@ -291,6 +296,11 @@ class Supervisor:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
         self._recorded_warnings = set(drain.recorded_warnings())
+        # The notifier of the killed supervisor may still run.
+        has_event_command, has_metrics = is_locked(self._directory, EVENTS_FILE), self._metrics_file is not None
+        for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):
+            if text not in self._recorded_warnings:
+                drain.warn(text)
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._run_info.start_ns + drain.newest_ns())
         if command.has_ended():

@@ -69,7 +69,8 @@ def test_nothing_acts_because_a_directory_says_so(
         dpmon.run(*words)
     if words in STARTING:
         log = directory / "warnings.log"
-        wait_for(lambda: "another one continues" in dpmon.run("report", "old").text, what="the supervisor")
+        texts = ("took over without on_event", "took over without metrics")
+        wait_for(lambda: all(text in dpmon.run("report", "old").text for text in texts), what="the warnings")
         assert not log.exists(), "a supervisor writes them into the history"
     else:
         assert supervisors(directory) == []

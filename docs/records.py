@@ -18,8 +18,8 @@ with `python docs/records.py > docs/records.md`.
 - Every object has a field `kind`. An unknown field is null, and `absent` has the reason.
 - A field that ends in `_ms` is in milliseconds, and a time that ends in `_s` in seconds. `t_s` and `start_s` count from
   the run's start, on the monotonic clock.
-- The columns of CSV are the same in every run. An empty cell means that a value is unknown or a phase did not run. The
-  last column, `more`, has all other fields as JSON.
+- The columns of CSV are the same in every run. An empty cell means that a value is unknown or a phase did not run. A
+  list or an object is JSON in one cell.
 - The column "metric" names what `--metrics` writes: a gauge for a field, a counter for a quantity of a step.
 - Earlier development versions also had these fields: `queue_ms`, `alg_bytes_s` and `bus_bytes_s` of `collective`;
   `left_out` and `left_out_s` of `loader`.
@@ -45,14 +45,11 @@ def _kind(kind: RecordSpec) -> str:
     head = "field", "type", "unit", "meaning", "in CSV", "metric"
     shown = 6 if any(each.metric for each in kind.fields) else 5
     rows = [_field(each)[:shown] for each in kind.fields]
-    note = "" if kind.row == "record" else f" In CSV, a row describes one {kind.row}."
-    return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head[:shown], rows)}"
+    return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.\n\n{_table(head[:shown], rows)}"
 
 
 def _field(field: FieldSpec) -> tuple[str, ...]:
     columns = "yes" if field.csv_columns == (field.name,) else ", ".join(f"`{name}`" for name in field.csv_columns)
-    if field.only_csv:
-        columns = "only in CSV"
     metric = f"`dpmon_{field.metric}`" if field.metric else ""
     return f"`{field.name}`", field.type, field.unit, field.meaning, columns or "no column", metric
 

@@ -7,11 +7,10 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
     keep_runs = 200         # DPMON_KEEP_RUNS: number of runs to keep
     batch_dim = 1           # DPMON_BATCH_DIM: the dimension of the batch in a model's first input (0 if not given)
     keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (this limit never deletes the newest five
-                            # runs, nor runs of at most keep_bytes / keep_runs)
+                            # runs)
     on_event = ["command", "argument"]   # DPMON_ON_EVENT: the command to start for each event of a run
     alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that show that the machine is alive
     loss = false            # DPMON_LOSS: whether to read the losses (default: true)
-    alert = "bell"          # DPMON_ALERT: how the screen's terminal signals a stall or the end (default: not at all)
 
 Options on the command line take precedence over both.
 """
@@ -32,7 +31,6 @@ from typing import Any
 from dpmon.errors import DpmonError
 
 THEMES = ("dark", "light", "color-blind", "mono", "ascii")
-ALERTS = ("bell", "osc9", "osc777")
 _MAX_BYTES = 1 << 16
 _UNITS = {
     "": 1,
@@ -67,8 +65,6 @@ class Settings:
     """Minutes between two `alive` events."""
     loss: bool | None = None
     """Whether to read the losses."""
-    alert: str | None = None
-    """How the screen's terminal alerts the user: one of ALERTS."""
 
 
 def _parse_choice(names: Collection[str], value: Any) -> str:
@@ -135,7 +131,6 @@ SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "on_event": _parse_command,
     "alive_minutes": partial(_parse_number, "a number of minutes from 1", r"(?!0+$)[0-9]{1,9}"),
     "loss": _parse_bool,
-    "alert": partial(_parse_choice, ALERTS),
 }
 """For each setting, the function that parses its value. It raises ValueError, with the expected form, if invalid."""
 

@@ -19,7 +19,6 @@ from dpmon.span_ring import (
     MAGIC,
     MAX_GROUPS,
     MAX_SLOTS,
-    NCCL_FLAG,
     NO_NUMBER,
     SLOT,
     SLOT_BYTES,
@@ -191,12 +190,8 @@ class SpanReader:
         self._write_word(index, serial)
         return serial
 
-    def allow_ptrace_by(self, pid: int) -> None:
-        """Ask the training process to let the process `pid` trace it (ptrace)."""
-        self._write_word(HeaderWord.PTRACER, pid)
-
-    def groups(self) -> list[tuple[int, int, int | None, bool]]:
-        """Return the identity, ranks, sequence number (None: none) and use of NCCL of each process group.
+    def groups(self) -> list[tuple[int, int, int | None]]:
+        """Return the identity, number of ranks and sequence number (None: none) of each process group.
 
         Empty unless the training thread has made no progress for some seconds.
         """
@@ -205,8 +200,7 @@ class SpanReader:
             if not words[index]:
                 break
             identity, ranks, number = words[index] >> 32, words[index] & 0xFFFFFFFF, words[index + 1]
-            nccl = bool(ranks & NCCL_FLAG)
-            groups.append((identity, ranks & ~NCCL_FLAG, None if number == NO_NUMBER else number, nccl))
+            groups.append((identity, ranks, None if number == NO_NUMBER else number))
         return groups
 
     def training_tid(self) -> int:

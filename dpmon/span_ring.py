@@ -50,8 +50,6 @@ MAX_GROUPS = 8
 """Maximum number of process groups with a sequence number in the ring."""
 NO_NUMBER = (1 << 64) - 1
 """Sequence number of a process group whose backend has none."""
-NCCL_FLAG = 1 << 31
-"""Bit of the number of ranks that marks a process group with the NCCL backend."""
 KINDS_AT = 3584
 """Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
 MAGIC, VERSION = b"DPMSPANS", 1
@@ -77,8 +75,8 @@ class HeaderWord:
     REQUEST, REQUESTED_MODE, PAUSE, TIMED_ONE_IN, SAMPLE = range(24, 29)
     """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); n if one step
     in n is timed on devices (0: all steps); serial of the last request to record the collectives of a step."""
-    STACKS, PTRACER = 29, 30
-    """Serial of the last request for stacks; pid of the process that may trace this one (0: none)."""
+    STACKS = 29
+    """Serial of the last request for stacks."""
     GROUPS = 32
     """For each process group: its identity (crc32 of its name << 32 | number of ranks; 0: no more groups), then the
     number of collectives that this process has started in it. Written by the process."""

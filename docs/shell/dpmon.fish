@@ -105,7 +105,6 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using why' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using why' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using why' -l all -d 'the stacks of all threads, not only of the main thread'
-complete -c dpmon -n '_shtab_dpmon_using why' -l native -d 'also C frames; py-spy then stops each process for about 50 ms'
 complete -c dpmon -n '_shtab_dpmon_using why; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a ls -d 'List the runs, the newest last.'
 complete -c dpmon -n '_shtab_dpmon_using ls' -s h -l help -d 'show this help message and exit'

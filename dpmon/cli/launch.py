@@ -53,7 +53,6 @@ def run(options: argparse.Namespace) -> int:
     """Start the run and return its exit status. Raises CommandError or RunError if it cannot be started."""
     _open_standard_descriptors()
     command = resolve(options.words, options.module, options.python, os.environ)
-    _check_devices(options.devices)
     headless = not options.detach and (options.headless or options.json is not None or not has_screen())
     json_target = open_json_target(options.json)
     # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
@@ -116,17 +115,6 @@ def _make_logs(reader: RunReader) -> None:
     for path in reader.output_paths:
         with contextlib.suppress(OSError):  # on a full disk they are created and opened once there is space
             os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
-
-
-def _check_devices(names: str | None) -> None:
-    """Raise RunError if --devices names a missing GPU. Without a GPU in --devices, the driver is not queried."""
-    if names is None or "cuda" not in names:
-        return
-    from dpmon.gpu.nvml import missing_device_reason
-
-    reason = missing_device_reason(names)
-    if reason is not None:
-        raise RunError(f"--devices {names}: {reason}")
 
 
 def _open_standard_descriptors() -> None:
@@ -253,7 +241,6 @@ def _show_screen(guard: SupervisorGuard, directory: Path, refresh: float, settin
                 directory,
                 refresh=refresh,
                 theme=settings.theme,
-                alert=settings.alert,
                 known_exit=lambda: guard.outcome,
             )
         except KeyboardInterrupt:  # pressed before the screen could read the keyboard

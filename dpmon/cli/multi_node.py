@@ -24,7 +24,7 @@ from dpmon.mirror.remote_hosts import (
     slurm_hosts,
 )
 from dpmon.record.safe_json import load_json
-from dpmon.run.json_record import parse_record
+from dpmon.record.typed_json import from_json
 from dpmon.run.lifecycle import has_live_supervisor, wait_until
 from dpmon.run.run_directory import ID, RunError, load_info
 from dpmon.run.run_registry import JOB
@@ -113,8 +113,9 @@ def list_remote_runs(requested_hosts: Sequence[RemoteHost]) -> tuple[list[Remote
 def _parse_listed_run(line: bytes) -> ListedRun | None:
     """Parse a line of `dpmon ls --json`. Return None for anything else, such as a banner."""
     try:
-        run = parse_record(ListedRun, load_json(line))
-    except (ValueError, TypeError):
+        members = load_json(line)
+        run = from_json(ListedRun, [members[name] for name in ListedRun._fields])
+    except (ValueError, TypeError, LookupError):
         return None
     texts = (*run.command, *run.machines, *(run.job or {}).values())
     is_listed_here = ID.fullmatch(run.id) and run.name == run.id[_STAMP_CHARS:]

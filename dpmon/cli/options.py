@@ -277,7 +277,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--timeout", type=_parse_timeout, metavar="SECONDS", help="longest wait; then the exit status is 124")
     if command == "why":
         add("--all", action="store_true", help="the stacks of all threads, not only of the main thread")
-        add("--native", action="store_true", help="also C frames; py-spy then stops each process for about 50 ms")
     if command == "keep":
         add("--not", dest="kept", action="store_false", help="end the protection")
     if command == "compare":

@@ -11,7 +11,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import STEP, STEP_KINDS, step_kind
 from dpmon.report.plain_text import section_lines
-from dpmon.report.report_data import analyze_run, read_output_tail
+from dpmon.report.report_data import analyze_run
 from dpmon.report.sections import detail_sections
 from dpmon.report.sentences import (
     exit_sentence,
@@ -23,9 +23,7 @@ from dpmon.report.sentences import (
     time_by_activity_sentences,
 )
 from dpmon.run.activities import nothing_traced_reason
-from dpmon.run.process_notes import traceback_line
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info
-from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import PhaseStats
@@ -57,7 +55,7 @@ def summary_lines(directory: Path, exit_info: ExitInfo | None, width: int = WIDT
     Their error is at most 0.4%.
     """
     run_info = load_info(directory)
-    lines = [_outcome_line(run_info, exit_info), *_exception_line(directory, run_info, exit_info)]
+    lines = [_outcome_line(run_info, exit_info)]
     try:
         with open_store(directory) as store:
             lines += _SummaryLines(analyze_run(store, directory, exit_info), run_info, exit_info).lines(
@@ -215,18 +213,3 @@ def _outcome_line(run_info: RunInfo, exit_info: ExitInfo | None) -> str:
         cause_text = f": {exit_info.cause}" if exit_info.signal is None else f" ({exit_info.cause})"
     status_text = f", exit status {exit_info.status}" if exit_info.stopped and exit_info.status else ""
     return f"{name}: {exit_sentence(exit_info, cause_text)}{status_text}"
-
-
-def _exception_line(directory: Path, run_info: RunInfo, exit_info: ExitInfo | None) -> list[str]:
-    """Return the exception that ended a script under a screen, whose output disappeared with the screen."""
-    reader = RunReader(directory)
-    if (
-        exit_info is None
-        or not exit_info.status
-        or exit_info.stopped
-        or exit_info.cause
-        or len(reader.output_paths) > 1
-    ):
-        return []
-    exception_line = traceback_line(read_output_tail(reader))
-    return [] if exception_line is None else [f"exception: {exception_line}  (dpmon report {short_name(run_info)})"]

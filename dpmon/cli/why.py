@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from dpmon.cli.messages import print_message
@@ -22,16 +21,12 @@ from dpmon.run.lifecycle import is_command_alive, is_live, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.run_registry import find_run, newest_run
 from dpmon.sanitize import sanitize_line, to_safe_json
-from dpmon.stalls.rank_inspector import RankInspector
-from dpmon.stalls.stall_report import StallReport, build_report, parse_report
+from dpmon.stalls.stall_report import StallReport, parse_report
 from dpmon.stalls.why_reply import request_and_wait
 from dpmon.stalls.why_text import NOT_STALLED, format_frames, format_report
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from dpmon.text.formatting import format_elapsed
-
-_PTRACE_WAIT_S = 0.5
-"""After this time, the training processes have allowed this one to inspect them: they poll four times per second."""
 
 
 def why(options: argparse.Namespace) -> int:
@@ -45,7 +40,7 @@ def why(options: argparse.Namespace) -> int:
     state, _ = run_state(directory, run_info)
     # On another machine, and after its end, other processes may have the run's process ids.
     is_alive = state in ("starting", "running", "unsupervised")
-    reply = _request_why_reply(directory, run_info, native=options.native) if is_alive else None
+    reply = _request_why_reply(directory, run_info) if is_alive else None
     state, exit_info = run_state(directory, run_info)
     has_ended = exit_info is not None or state == LOST
     frames = () if exit_info is None else _read_traceback(directory, run_info, exit_info)
@@ -81,37 +76,18 @@ def why(options: argparse.Namespace) -> int:
     return 0
 
 
-def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> StallReport | None:
-    """Return the supervisor's reply. Without one, inspect the ranks from this process.
-
-    None for a mirror that does not reply: its ranks run on other nodes.
-    """
+def _request_why_reply(directory: Path, run_info: RunInfo) -> StallReport | None:
+    """Return the reply of the supervisor or the mirror; None, with a message, if a live run gives none."""
     try:
         ensure_supervisor(directory)
-        reply = request_and_wait(directory, native=native)
+        reply = request_and_wait(directory)
         if reply is not None or not is_command_alive(load_info(directory)):
             return reply
         problem = "does not reply"
     except (OSError, RunError) as error:
         problem = f"cannot be reached: {error}"
-    if run_info.nodes:
-        print_message(f"the mirror {problem}")
-        return None
-    print_message(f"the supervisor {problem}; this process takes the stacks instead")
-    with closing(RankInspector(directory, run_info.cwd, adopted=True)) as inspector:
-        inspector.inspect_ranks({}, time.monotonic_ns())
-        time.sleep(_PTRACE_WAIT_S)
-        dumps = inspector.take_stacks(native=native)
-        inspector.query_nccl()
-        now_ns = time.monotonic_ns()
-        return build_report(
-            inspector.with_exceptions(inspector.inspect_ranks({}, now_ns)),
-            dumps,
-            None,
-            now_ns,
-            run_info,
-            nccl=inspector.nccl,
-        )
+    print_message(f"the {'mirror' if run_info.nodes else 'supervisor'} {problem}")
+    return None
 
 
 def _read_traceback(directory: Path, run_info: RunInfo, exit_info: ExitInfo) -> Sequence[tuple[str, str, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TextIO
 
-from dpmon.errors import DpmonError
+from dpmon.errors import DpmonError, HistoryError
 from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
 from dpmon.record.jsonl import as_json
@@ -17,6 +17,7 @@ from dpmon.record.record_types import Event, Record, kind_of
 from dpmon.run.output_target import check_replaceable, open_replacement, replace_file, utf8_stdout
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.sanitize import to_safe_json
+from dpmon.store.database import DAMAGE
 from dpmon.store.records import read_records
 from dpmon.store.store_opening import open_store
 
@@ -47,6 +48,8 @@ def export(
             _write_single_file(directory, format_name, only_kind, file)
     except BrokenPipeError:
         raise
+    except DAMAGE as error:
+        raise HistoryError(f"the history is damaged: {error or type(error).__name__}") from error
     except OSError as error:
         file_name = (error.filename if format_name == "csv" else None) or output
         target = "standard output" if to_stdout else file_name

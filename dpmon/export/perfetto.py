@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import Call, Collective, Event, Record, Sampled, Step
@@ -31,7 +31,6 @@ from dpmon.run.run_directory import RunInfo
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import to_safe_json
 
-MAX_TRACKS_OF_KIND = 64
 _SUPERVISOR = "dpmon"
 
 
@@ -82,10 +81,9 @@ class _Trace:
     def _write_slice(
         self, process: _TraceProcess, tid: int, name: str, start_ns: int, duration_ns: int, args: object = None
     ) -> None:
-        if start_ns >= 0 and duration_ns >= 0:
-            self._newest_us = max(self._newest_us, (start_ns + duration_ns) / 1e3)
-            ts, dur = _to_us(start_ns), _to_us(duration_ns)
-            self._write_event(ph="X", name=name, ts=ts, dur=dur, pid=process.pid, tid=tid, args=args or {})
+        self._newest_us = max(self._newest_us, (start_ns + duration_ns) / 1e3)
+        ts, dur = _to_us(start_ns), _to_us(duration_ns)
+        self._write_event(ph="X", name=name, ts=ts, dur=dur, pid=process.pid, tid=tid, args=args or {})
 
     def _write_counter(self, process: _TraceProcess, name: str, time_us: float, values: Mapping[str, float]) -> None:
         if values:
@@ -100,11 +98,10 @@ class _Trace:
 
     def _event_time_us(self, data: Mapping[str, object]) -> float:
         """Return the time of an event (µs); if it has none, the newest time so far."""
-        seconds = number_member(data, "t_s")
-        if seconds is not None and 0 <= seconds < 1e9:
-            self._newest_us = max(self._newest_us, seconds * 1e6)
-            return round(seconds * 1e6, 3)
-        return round(self._newest_us, 3)
+        if (seconds := number_member(data, "t_s")) is None:
+            return round(self._newest_us, 3)
+        self._newest_us = max(self._newest_us, seconds * 1e6)
+        return round(seconds * 1e6, 3)
 
     # ------------------------------------------------------------------------------------------ tracks
 
@@ -132,11 +129,9 @@ class _Trace:
         return tid
 
     def _free_track(self, process: _TraceProcess, track_kind: str, start_ns: int, end_ns: int) -> int:
-        """Return the index of a track that is free from `start_ns` on, as slices must not overlap; -1 if none is."""
+        """Return the index of a track that is free from `start_ns` on, as slices must not overlap."""
         ends_ns = process.busy_until_ns.setdefault(track_kind, [])
         index = next((index for index, busy_ns in enumerate(ends_ns) if busy_ns <= start_ns), len(ends_ns))
-        if index >= MAX_TRACKS_OF_KIND:
-            return -1
         if index == len(ends_ns):
             ends_ns.append(0)
         ends_ns[index] = end_ns
@@ -184,38 +179,20 @@ class _Trace:
         if step.device_ms is not None:
             args["device_ms"] = dict(step.device_ms)
         self._write_slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
-        if step.start_ns >= 0 and step.wall_ns >= 0:
-            self._write_spans(process, tid, step)
-            for number, offset in enumerate(step.buckets, start=1):
-                self._write_instant(process, f"bucket {number} ready", _to_us(step.start_ns + offset), "t", {}, tid)
-            end_us = (step.start_ns + step.wall_ns) / 1e3
-            device_ms = {name: duration for name, duration in (step.device_ms or {}).items() if duration is not None}
-            self._write_counter(process, "step phases on the device (ms)", end_us, device_ms)
-            for name, count in step.quantities.items():
-                self._write_counter(process, f"step {name}", end_us, {"value": count})
-
-    def _write_spans(self, process: _TraceProcess, tid: int, step: Step) -> None:
-        """Write a slice for each time that a phase ran.
-
-        Skip a slice that is out of order or ends after the enclosing slice: it is damaged and would break the track.
-        """
-        end_stack, latest_start = [step.wall_ns], 0
         for name, start, duration in step.spans:
-            if start < latest_start:
-                continue
-            latest_start = start
-            while len(end_stack) > 1 and end_stack[-1] <= start:
-                end_stack.pop()
-            if start + duration <= end_stack[-1]:
-                end_stack.append(start + duration)
-                waits = _waits(step) if name == "sync" else {}
-                self._write_slice(process, tid, name, step.start_ns + start, duration, waits)
+            waits = _waits(step) if name == "sync" else {}
+            self._write_slice(process, tid, name, step.start_ns + start, duration, waits)
+        for number, offset in enumerate(step.buckets, start=1):
+            self._write_instant(process, f"bucket {number} ready", _to_us(step.start_ns + offset), "t", {}, tid)
+        end_us = (step.start_ns + step.wall_ns) / 1e3
+        device_ms = {name: duration for name, duration in (step.device_ms or {}).items() if duration is not None}
+        self._write_counter(process, "step phases on the device (ms)", end_us, device_ms)
+        for name, count in step.quantities.items():
+            self._write_counter(process, f"step {name}", end_us, {"value": count})
 
     def _write_call(self, call: Call) -> None:
         process = self._training_process(call.process, call.rank)
         track = self._free_track(process, "calls", call.start_ns, call.start_ns + call.wall_ns)
-        if track < 0 or call.wall_ns < 0:
-            return
         suffix = f" (concurrent {track})" if track else ""
         tid = self._track(process, ("calls", track), f"calls{suffix}", 10 + track)
         members = as_json(call)
@@ -245,8 +222,6 @@ class _Trace:
         process = self._training_process(collective.process, collective.rank)
         duration_ns = collective.host_ns
         track = self._free_track(process, "collectives", collective.start_ns, collective.start_ns + duration_ns)
-        if track < 0:
-            return
         suffix = f" (concurrent {track})" if track else ""
         tid = self._track(process, ("collectives", track), f"communication{suffix}", 80 + track)
         members = as_json(collective)
@@ -256,8 +231,6 @@ class _Trace:
 
     def _write_sample_window(self, window: Sampled) -> None:
         process = self._training_process(window.process, window.rank)
-        if self._free_track(process, "sampled", window.start_ns, window.start_ns + window.wall_ns):
-            return  # windows that overlap are damaged
         tid = self._track(process, ("sampled",), "collectives sampled", 79)
         members = as_json(window)
         args = {key: members[key] for key in ("step", "collectives", "absent")}
@@ -287,7 +260,6 @@ class _Trace:
             name = " ".join(str(data[key]) for key in ("index", "name", "uuid") if data.get(key) is not None)
             process = self._process(("device", data.get("index")), f"GPU {name}")
         time_us = self._event_time_us(data)
-        absent = data.get("absent")
         for key, value in data.items():
             if key in ("t_s", "index", "absent", "of_run"):
                 continue
@@ -296,15 +268,13 @@ class _Trace:
                 self._write_counter(process, key, time_us, {"value": value})
             elif value is None and key in process.known_counters:
                 process.known_counters.discard(key)
-                reason = absent.get(key) if isinstance(absent, Mapping) else None
+                reason = data["absent"].get(key)
                 self._write_instant(process, f"{key} is unknown from here on", time_us, "p", {"reason": reason})
 
-    def _write_memory(self, process: _TraceProcess, data: Mapping[str, object], time_us: float) -> None:
-        devices = data.get("devices")
-        for device in devices if isinstance(devices, list) else ():
-            if isinstance(device, Mapping):
-                values = {key: value for key, value in device.items() if _is_number(value) and key.endswith("_bytes")}
-                self._write_counter(process, f"memory {device.get('device')}", time_us, values)
+    def _write_memory(self, process: _TraceProcess, data: Mapping[str, Any], time_us: float) -> None:
+        for device in data["devices"]:
+            values = {key: value for key, value in device.items() if _is_number(value) and key.endswith("_bytes")}
+            self._write_counter(process, f"memory {device['device']}", time_us, values)
 
 
 def _waits(step: Step) -> dict[str, float]:
@@ -328,5 +298,4 @@ def _event_title(event: Event) -> str:
 
 
 def _is_number(value: object) -> bool:
-    # Only Python's JSON accepts NaN and infinity.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

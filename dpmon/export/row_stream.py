@@ -219,8 +219,7 @@ class _RowStream:
         elif request_kind == "stop":
             run_on_thread(self._stop)
         elif request_kind == "why":
-            is_native = request.get("native") is True
-            run_on_thread(lambda: {"why": to_json(request_and_wait(self._directory, native=is_native))})
+            run_on_thread(lambda: {"why": to_json(request_and_wait(self._directory))})
 
     def _stop(self) -> Mapping[str, Any]:
         """Stop the run. Return the reply: empty, or with an error."""

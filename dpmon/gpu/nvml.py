@@ -39,13 +39,6 @@ NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
 _PERMANENT_CODES = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, 22, 25, 26})
 _GPU_GONE_CODES = frozenset({UNINITIALIZED, GPU_IS_LOST, 16, 28})
 
-MAX_COUNT_S = 3.0
-"""Maximum wait for the driver before a run starts. Without an answer, dpmon assumes that all devices exist."""
-_NO_GPU_REASONS = (NO_GPU, _NO_START[_DRIVER_NOT_LOADED], _NO_START[_LIBRARY_NOT_FOUND])
-"""NVML's reasons on a machine without an NVIDIA GPU."""
-_OTHER_GPU_FILES = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")
-"""Device files of GPUs that torch calls cuda but NVML does not list: of AMD, WSL and NVIDIA Jetson."""
-
 
 class NvmlCallError(Exception):
     """A failed call, with the reason in words, and NVML's error number if NVML failed."""
@@ -155,31 +148,3 @@ class Nvml:
             with contextlib.suppress(NvmlCallError):  # it is already shut down
                 call_nvml(self.module.nvmlShutdown)
         return True
-
-
-def missing_device_reason(names: str) -> str | None:
-    """Return why a device in `names` (cuda:0,cuda:1) is unavailable; None if all exist or if that is unknown."""
-    cuda_names = [name for name in names.split(",") if name.startswith("cuda")]
-    if not cuda_names or any(os.path.exists(path) for path in _OTHER_GPU_FILES):
-        return None
-    results: list[tuple[int, str | None]] = []
-
-    def ask() -> None:
-        nvml = Nvml()
-        results.append(nvml.count())
-        nvml.close()
-
-    thread = threading.Thread(target=ask, name="dpmon NVML", daemon=True)
-    thread.start()
-    thread.join(MAX_COUNT_S)
-    if not results:
-        return None
-    count, reason = results[0]
-    if reason is not None:
-        return f"{cuda_names[0]} is not available: {reason}" if reason in _NO_GPU_REASONS else None
-    for name in cuda_names:
-        _, _, index = name.partition(":")
-        if int(index or 0) >= count:
-            available = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-            return f"there is no {name} here, only {available}"
-    return None

@@ -41,11 +41,8 @@ class _ReportedRanks(RankInspector):
     def with_exceptions(self, ranks: list[RankActivity]) -> list[RankActivity]:
         return ranks
 
-    def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, ProcessStacks]:
+    def take_stacks(self, *, still_ns: int = 0) -> Mapping[int, ProcessStacks]:
         return {}  # the supervisors report them
-
-    def query_nccl(self) -> None:
-        """Do nothing: the supervisors query NCCL."""
 
 
 class CrossNodeStallDetector:
@@ -131,12 +128,11 @@ class CrossNodeStallDetector:
         The ranks that the others wait for come first. `missing`: the nodes without a reply, and why.
         """
         stall, waits = (None, {}) if self._watch is None else (self._watch.stall, self._watch.waits)
-        texts, nccl, ranks = [], [], []
+        texts, ranks = [], []
         for node, (name, reply) in replies.items():
             is_judged = node in self._judged_nodes
             if reply.text is not None and not is_judged:
                 texts.append(f"{name}: {reply.text}")
-            nccl += [f"{name}: {line}" for line in reply.nccl[:_MAX_NODE_RANKS]]
             for rank in reply.ranks[:_MAX_NODE_RANKS]:
                 number = None if rank.process is None else self._local_process_number(node, rank.process)
                 rank = replace(rank, node=name, process=number)
@@ -154,6 +150,5 @@ class CrossNodeStallDetector:
             min(starts_s, default=None),
             "; ".join(texts) or None,
             tuple(ranks),
-            tuple(nccl),
             tuple(missing),
         )

@@ -19,7 +19,7 @@ from dpmon.run.mirror_state import REQUESTS_FILE
 from dpmon.run.safe_files import open_file
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_report import StallReport
-from dpmon.stalls.why_reply import last_request_number, wants_native, write_reply
+from dpmon.stalls.why_reply import last_request_number, write_reply
 
 if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror
@@ -94,7 +94,7 @@ class RequestRelay:
             age_s = max((time.time_ns() - request_number) / SECOND, 0.0)
             nodes = [peer.node for peer in self._mirror.peers]
             if age_s > MAX_CONNECT_WAIT_S or not any(node.state == "connecting" and node.why is None for node in nodes):
-                why = {"ask": "why", "id": request_number, "native": wants_native(directory)}
+                why = {"ask": "why", "id": request_number}
                 self._last_why = self._send_to_all(why)
                 self._why_deadline_s = now_s + MAX_WHY_WAIT_S - min(age_s, MAX_CONNECT_WAIT_S)
                 missing_nodes = (node.number for node in nodes if node.state in ("cut", "connecting"))

@@ -26,7 +26,7 @@ from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
-from dpmon.notify.run_notifications import Notification, NotificationFinder
+from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
 from dpmon.report.health import LOST, assess_health
@@ -196,7 +196,7 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
     directory, run_info = reader.directory, reader.info
     commands = NotificationCommands(directory, run_info, sent_log, command)
     alive_minutes = number_member(run_info.options, "alive_minutes")
-    finder = NotificationFinder(60.0 * alive_minutes if alive_minutes else None, sent_log.ids)
+    alive_s = 60.0 * alive_minutes if alive_minutes else None
     builder, snapshot = SnapshotBuilder(), RunSnapshot()
     findings: list[Finding] = []
     findings_at_s = time.monotonic() + FINDINGS_INTERVAL_S
@@ -223,9 +223,8 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
             is_over = is_over or health.end == LOST
             is_unrecorded = is_unsupervised and exit_info is None and not is_over
             elapsed_s, fields = (time.monotonic_ns() - run_info.start_ns) / SECOND, health.fields()
-            notifications = finder.find(
-                snapshot, health, elapsed_s, [*findings, UNSUPERVISED] if is_unrecorded else findings
-            )
+            all_findings = [*findings, UNSUPERVISED] if is_unrecorded else findings
+            notifications = find_notifications(snapshot, health, elapsed_s, all_findings, alive_s)
             commands.notify(event._replace(data={**event.data, "health": fields}) for event in notifications)
         next_check_s = start_s + (CHECK_INTERVAL_S if exit_info is None else WAIT_INTERVAL_S)
         while commands.is_busy if is_over else time.monotonic() < next_check_s:

@@ -23,11 +23,7 @@ def _source_attribute(name: str) -> tuple[str, str, float]:
 
 
 _PLAIN_FIELDS = {
-    kind: [
-        _source_attribute(field.name)
-        for field in RECORDS[kind].fields
-        if not (field.only_csv or field.name in _CONVERTED_FIELDS)
-    ]
+    kind: [_source_attribute(field.name) for field in RECORDS[kind].fields if field.name not in _CONVERTED_FIELDS]
     for kind in ("call", "collective", "sampled")
 }
 

@@ -26,8 +26,6 @@ class FieldSpec(NamedTuple):
     meaning: str
     columns: tuple[str, ...] | None = None
     """Its columns in CSV; None: one column of the same name."""
-    only_csv: bool = False
-    """Whether JSON omits it, because it follows from other fields there."""
     metric: str = ""
     """Its name as a Prometheus gauge; empty if it is not exported as a metric."""
 
@@ -53,8 +51,6 @@ class RecordSpec(NamedTuple):
     name: str
     meaning: str
     fields: tuple[FieldSpec, ...]
-    row: str = "record"
-    """The thing that a CSV row describes."""
 
 
 _integer = partial(FieldSpec, "integer", "")
@@ -72,14 +68,6 @@ _object_of_ms = partial(FieldSpec, "object", "ms")
 _list_of_ms = partial(FieldSpec, "list", "ms")
 
 _CALL_TIMES = tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device"))
-_REPLICA_COLUMNS = (
-    "replicas",
-    *(f"replica_{name}" for name in ("devices", "rows", "host_ms", "device_ms", "inputs", "outputs")),
-)
-_STAGE_COLUMNS = (
-    "stages",
-    *(f"stage_{name}" for name in ("devices", "parts", "host_ms", "device_ms", "crossed_bytes")),
-)
 _HOST_TIMES = tuple(f"{name}_ms" for name in STEP_PHASES)
 _DEVICE_TIMES = tuple(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES)
 _QUANTITIES = [
@@ -117,12 +105,9 @@ _CALL_FIELDS = (
     _boolean("virtual", "whether the replicas share a device"),
     _boolean("training", "whether the model was in training mode"),
     _boolean("grad", "whether gradients were recorded"),
-    _boolean("failed", "whether the call raised an exception", only_csv=True),
     _START_S,
     _WALL_MS,
-    _integer("rows", "rows of the batch: the length of its first tensor along the batch's dimension", only_csv=True),
     _DEVICES,
-    _list("idle_devices", "the devices for which the batch had no chunk", only_csv=True),
     _object_of_ms(
         "phases",
         "for each phase that ran, host_ms and device_ms; device_ms is null if the device time is unknown",
@@ -133,13 +118,11 @@ _CALL_FIELDS = (
     _list(
         "replicas",
         "one object for the share of each device: replica, device, host_ms, device_ms, inputs, outputs",
-        columns=_REPLICA_COLUMNS,
     ),
     _list(
         "stages",
         "one object for each stage of a model on several devices: stage, device, parts, start_ms, host_ms, device_ms, "
         "from, crossed_bytes, inputs, outputs; missing for other models",
-        columns=_STAGE_COLUMNS,
     ),
     _ABSENT,
 )
@@ -304,19 +287,19 @@ _HOST_FIELDS = (
 _MEMORY_FIELDS = (
     *_IN_PROCESS,
     _integer("step", "the step in which it was measured"),
-    _ms("took_ms", "duration of the measurement", columns=()),
-    _list("devices", "one object per device, with the fields below and its own `absent`", columns=()),
-    _text("device", "torch's name of the device"),
-    _bytes("model_bytes", "parameters and buffers"),
+    _ms("took_ms", "duration of the measurement"),
+    _list("devices", "one object per device, with the fields below and its own `absent`"),
+    _text("device", "torch's name of the device", columns=()),
+    _bytes("model_bytes", "parameters and buffers", columns=()),
     _bytes("shared_bytes", "the part of `model_bytes` in shared memory of the host", columns=()),
     _text("shared_files", "a name of this shared memory, the same in all its processes", columns=()),
-    _bytes("gradients_bytes", "gradients"),
-    _bytes("optimizer_bytes", "states of the optimizers"),
-    _bytes("rest_bytes", "the rest of the allocated memory: activations and similar tensors"),
-    _bytes("allocated_bytes", "memory handed out by torch's allocator"),
-    _bytes("reserved_bytes", "memory that the allocator has reserved on the GPU"),
-    _bytes("peak_bytes", "peak of the allocated memory"),
-    _integer("peak_after_step", "the last measured step before the peak"),
+    _bytes("gradients_bytes", "gradients", columns=()),
+    _bytes("optimizer_bytes", "states of the optimizers", columns=()),
+    _bytes("rest_bytes", "the rest of the allocated memory: activations and similar tensors", columns=()),
+    _bytes("allocated_bytes", "memory handed out by torch's allocator", columns=()),
+    _bytes("reserved_bytes", "memory that the allocator has reserved on the GPU", columns=()),
+    _bytes("peak_bytes", "peak of the allocated memory", columns=()),
+    _integer("peak_after_step", "the last measured step before the peak", columns=()),
     _text("uuid", "the GPU's UUID", columns=()),
     _bytes("inactive_split_bytes", "free parts of blocks that are in use: fragments", columns=()),
     _integer("alloc_retries", "number of allocations that failed until cached memory was freed", columns=()),
@@ -327,7 +310,7 @@ _MODE_FIELDS = (
     *_IN_PROCESS,
     _integer("step", "the first step in this mode"),
     _integer("call", "the first call in this mode"),
-    _text("root", "the class of the model", columns=()),
+    _text("root", "the class of the model"),
     _MODE,
     _text("requested_by", "user, or start if the mode was set when the run started"),
     _DEVICES,
@@ -350,7 +333,6 @@ _STALL_FIELDS = (
     _seconds("since_s", "time of the last progress since the run's start, in all records of the stall"),
     _seconds("lasted_s", "length of the stall; missing at its start"),
     _text("text", "where each rank is, and which ranks wait for others"),
-    _list("nccl", "lines in which NCCL names ranks that are missing, failed or behind; missing at its end", columns=()),
     _list(
         "ranks",
         "one object for each rank, those that the others wait for first: process, node (if the run has several), rank, "
@@ -360,7 +342,6 @@ _STALL_FIELDS = (
         " process group its identity, its ranks and the number of collectives that the rank has started, null if the "
         "backend does not count them), stacks, why_no_stack, gpus (torch's name, util_pct and power_w of each of its "
         "GPUs); missing at its end",
-        columns=(),
     ),
 )
 _LOADER_FIELDS = (
@@ -420,7 +401,6 @@ _PROCESS_FIELDS = (
         "job",
         "what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if the environment "
         "does not tell",
-        columns=(),
     ),
     _integer("node", "the index of this node in the job; null if the environment does not tell"),
     _integer("pid", "the process id"),
@@ -453,8 +433,8 @@ _EXIT_FIELDS = (
         "the part of dpmon that learned how the command ended: supervisor or foreground (the `dpmon` that started the "
         "run)",
     ),
-    _text("cause", "the cause of the end; missing if unknown", columns=()),
-    _object("absent", "why the status is null; missing if the status is known", columns=()),
+    _text("cause", "the cause of the end; missing if unknown"),
+    _object("absent", "why the status is null; missing if the status is known"),
 )
 RECORDS: Mapping[str, RecordSpec] = {
     record.name: record
@@ -476,7 +456,6 @@ RECORDS: Mapping[str, RecordSpec] = {
             "memory",
             "memory of a process's tensors on each device; for a tensor sharded over ranks, only the part on this rank",
             _MEMORY_FIELDS,
-            row="device",
         ),
         RecordSpec("mode", "the start of a mode, or a refused request", _MODE_FIELDS),
         RecordSpec("pause", "the start or end of a pause, or a refused request", _PAUSE_FIELDS),

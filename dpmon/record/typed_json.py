@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
@@ -10,6 +9,8 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 _Class = TypeVar("_Class")
+_MAX_FLOAT = 1e11
+"""A larger number, or NaN, did not come from a run: as a time in seconds, it would overflow."""
 OMIT_EMPTY: Mapping[str, bool] = {"omit_empty": True}
 """The metadata of a dataclass field that JSON omits while it is None or an empty tuple."""
 
@@ -42,6 +43,8 @@ def _converter(type_: Any) -> Callable[[Any], Any]:
         some_type, _ = get_args(type_)
         convert = _converter(some_type)
         return lambda value: None if value is None else convert(value)
+    if get_origin(type_) in (dict, list):  # the caller checks the values
+        return partial(_checked, get_origin(type_))
     if get_origin(type_) is tuple:  # tuple[X, ...]
         item_type, _ = get_args(type_)
         convert = _converter(item_type)
@@ -56,12 +59,12 @@ def _converter(type_: Any) -> Callable[[Any], Any]:
 
 
 def _checked(type_: type, value: Any) -> Any:
-    if type(value) is not type_:
+    if type(value) is not type_ or (isinstance(value, int) and abs(value) >= 1 << 63):
         raise TypeError
     return value
 
 
 def _finite(value: Any) -> float | int:
-    if type(value) not in (float, int) or not math.isfinite(value):
+    if type(value) not in (float, int) or not abs(value) < _MAX_FLOAT:
         raise TypeError
     return value  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
 from dpmon.run.lifecycle import run_state
-from dpmon.run.process_notes import READ_BYTES, UncaughtException, traceback_line, trim_launcher_lines
+from dpmon.run.process_notes import READ_BYTES, UncaughtException, trim_launcher_lines
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info, stop_requested_unix
 from dpmon.run.run_reader import RunReader
 from dpmon.run.safe_files import read_tail
@@ -41,8 +41,6 @@ class ReportData:
     """Why there is no step and no call."""
     last_output: Sequence[str]
     """The last lines of the script's output (of its stderr in a headless run), if it failed."""
-    exception_line: str | None
-    """The line that names the exception in the last traceback; None if the script did not fail with one."""
 
 
 def collect_report_data(directory: Path) -> ReportData:
@@ -74,7 +72,6 @@ def collect_report_data(directory: Path) -> ReportData:
     last_lines = _last_output_lines(
         output_tail, None if failure is None else failure.exception, reader.info.command_pid
     )
-    exception_line = traceback_line(output_tail)
     return ReportData(
         str(directory),
         run_info,
@@ -85,7 +82,6 @@ def collect_report_data(directory: Path) -> ReportData:
         warnings,
         untraced_reason,
         last_lines,
-        exception_line,
     )
 
 

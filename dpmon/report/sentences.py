@@ -56,8 +56,7 @@ def run_end_sentence(report: ReportData) -> str:
         return "not known here, because its mirror has exited"
     if exit_info is None:
         return _LIVE_STATES.get(report.state, "how it ended is unknown")
-    cause = exit_info.cause or (report.exception_line if exit_info.signal is None else None)
-    return exit_sentence(exit_info, f": {cause}" if cause else "")
+    return exit_sentence(exit_info, f": {exit_info.cause}" if exit_info.cause else "")
 
 
 def exit_sentence(exit_info: ExitInfo, cause_text: str) -> str:

@@ -1,9 +1,4 @@
-"""Deletes old runs, the oldest first, but never live or protected ones.
-
-One large run must not displace all the others. So only runs that exceed their share are deleted for their size. The
-share is the byte limit divided by the maximum number of runs: if no run exceeds it, all fit. The newest few runs are
-never deleted for their size.
-"""
+"""Deletes old runs, the oldest first, but never live or protected ones. The newest few are not deleted for size."""
 
 from __future__ import annotations
 
@@ -33,11 +28,6 @@ class Limits(NamedTuple):
 
     runs: int = 200
     bytes: int = 10 << 30
-
-    @property
-    def bytes_per_run(self) -> int:
-        """Bytes up to which a run is not deleted for its size."""
-        return self.bytes // max(self.runs, 1)
 
 
 def load_limits(environ: Mapping[str, str]) -> Limits:
@@ -91,7 +81,7 @@ def prune_runs(limits: Limits, current: Path) -> list[Path]:
             break
         if directory == current or is_protected(directory):
             continue
-        if count <= limits.runs and (directory in newest or sizes[directory] <= limits.bytes_per_run):
+        if count <= limits.runs and directory in newest:
             continue
         if _delete(directory, run_info) is None:
             deleted.append(directory)
@@ -113,10 +103,7 @@ def _delete(directory: Path, run_info: RunInfo) -> str | None:
     state, _ = run_state(directory, run_info)
     if state == "elsewhere":
         return f"{directory.name} is on another node, which may still run it"
-    if state == "starting":
-        return f"{directory.name} is being started"
-    lock = take_lock(directory)
-    if lock is None:  # it is being started, or taken over, at this moment
+    if state == "starting" or (lock := take_lock(directory)) is None:  # it may be taken over at this moment
         return f"{directory.name} is in use"
     try:
         # Rename it first, so that no reader sees half a run.

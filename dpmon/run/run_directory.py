@@ -7,14 +7,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dpmon.errors import DpmonError
 from dpmon.record.safe_json import load_json
-from dpmon.run.json_record import parse_record
+from dpmon.record.typed_json import from_json
 from dpmon.run.safe_files import open_file, read_file, write_atomically
 
 INFO_FILE = "run.json"
@@ -47,9 +47,9 @@ class RunInfo:
     start_ns: int
     boot_id: str
     headless: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     refresh: float = 1.0
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     supervisor_pid: int | None = None
     supervisor_started: float | None = None
     command_pid: int | None = None
@@ -100,8 +100,8 @@ def load_info(directory: Path) -> RunInfo:
     """Return the contents of run.json. Raises RunError if the directory is not a run of this user."""
     check_directory(directory)
     try:
-        run_info = parse_record(RunInfo, load_json(read_file(directory / INFO_FILE, _MAX_JSON_BYTES)))
-    except (OSError, ValueError, TypeError) as error:
+        run_info = from_json(RunInfo, load_json(read_file(directory / INFO_FILE, _MAX_JSON_BYTES)))
+    except (OSError, ValueError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
     if not _FILE_NAME.fullmatch(run_info.id) or not _NAME.fullmatch(run_info.name):  # they become parts of file names
         raise RunError(f"{directory / INFO_FILE}: the id or the name is not valid")
@@ -111,8 +111,8 @@ def load_info(directory: Path) -> RunInfo:
 def load_exit(directory: Path) -> ExitInfo | None:
     """Return the contents of exit.json; None if there is no valid one."""
     try:
-        exit_info = parse_record(ExitInfo, load_json(read_file(directory / EXIT_FILE, _MAX_JSON_BYTES)))
-    except (OSError, ValueError, TypeError):
+        exit_info = from_json(ExitInfo, load_json(read_file(directory / EXIT_FILE, _MAX_JSON_BYTES)))
+    except (OSError, ValueError):
         return None
     if exit_info.status is not None and not 0 <= exit_info.status <= 255:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 import time
 import zlib
 from collections.abc import Callable
@@ -83,56 +82,28 @@ def network_file_system(path: Path) -> str | None:
     return fs_type if fs_type in _NETWORK_FILE_SYSTEMS else None
 
 
-def _check_links(runs: Path) -> None:
-    """Raise RunError if a link that neither this user nor root created leads to `runs`: it could lead anywhere."""
-    paths = [*reversed(runs.parents), runs]
-    for path in paths:
-        if path.is_symlink():
-            if os.lstat(path).st_uid not in (0, os.getuid()):
-                raise RunError(f"{path} is a link that another user made; set XDG_STATE_HOME to a directory of yours")
-            target = Path(os.path.realpath(path.parent), os.readlink(path))
-            paths += [parent for parent in (*reversed(target.parents), target) if parent not in paths]
-
-
 def check_place(runs: Path) -> None:
-    """Raise RunError or OSError if no run may be kept in `runs`. Creates nothing."""
-    _check_links(runs)
+    """Raise RunError if `runs` or its parent is not a directory of this user, or if a home is missing."""
     home = home_directory(os.environ)
     if home is not None and runs.is_relative_to(home) and not home.is_dir():
-        raise RunError(f"no run can be kept in {runs}: there is no directory {home}; set XDG_STATE_HOME")
-    for directory in (runs.parent, runs):
-        if directory.is_symlink() and os.stat(directory).st_mode & 0o077:
-            raise RunError(f"{directory} is a link to a directory that is open to others; chmod 700 {directory}/")
-
-
-def _make_private(directory: Path) -> None:
-    """Create a directory of mode 0700, whatever the umask. Raises FileExistsError if the path exists."""
-    directory.mkdir(mode=0o700)
-    directory.chmod(0o700)
+        raise RunError(f"no run can be kept in {runs}: there is no directory {home}")
+    for directory in filter(os.path.lexists, (runs.parent, runs)):
+        check_directory(directory)
 
 
 def _create_private(runs: Path) -> None:
     """Create a directory of runs if it is missing, and make it private. Raises RunError if that fails."""
-    is_default = runs == runs_directory()
+    check_place(runs)
     try:
-        check_place(runs)
         # The XDG Base Directory Specification requires mode 0700, also for missing parent directories.
-        for directory in [parent for parent in reversed(runs.parents[1:]) if is_default and not parent.exists()]:
-            with contextlib.suppress(FileExistsError):  # another dpmon created it first
-                _make_private(directory)
-        for directory in (runs.parent, runs):
-            with contextlib.suppress(FileExistsError):
-                _make_private(directory)
-            is_link = is_default and directory.is_symlink()  # what it leads to is not changed
-            directory_stat = directory.stat() if is_link else directory.lstat()
-            if not stat.S_ISDIR(directory_stat.st_mode):
-                raise RunError(f"{directory} is not a directory; set XDG_STATE_HOME to a directory of yours")
-            if directory_stat.st_uid != os.getuid():
-                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
-            if directory_stat.st_mode & 0o077 and not is_link:
-                directory.chmod(0o700)
+        parents = [path for path in reversed(runs.parents[1:]) if runs == runs_directory() and not path.exists()]
+        for directory in (*parents, runs.parent, runs):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            if directory not in parents:
+                check_directory(directory)
+            directory.chmod(0o700)
     except OSError as error:
-        raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
+        raise RunError(f"no run can be kept in {runs}: {error.strerror}") from None
 
 
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
@@ -141,30 +112,23 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
     If `runs_directory` cannot be used (on the network, read-only, full, another user's), the run is kept in a fallback
     directory. A sentence in `options["elsewhere"]` says so.
     """
-    first_problem, local_directories = "", list[Path]()
+    problems: list[str] = []
     for runs in (runs_directory(), *fallback_directories()):
         options = dict(draft.options)
-        if first_problem:
-            reason, _, _ = first_problem.partition(";")
+        if problems:
             hint = "set XDG_STATE_HOME to choose another directory"
-            options["elsewhere"] = f"{reason}: this run is kept in {runs}; {hint}"
+            options["elsewhere"] = f"{problems[0]}: this run is kept in {runs}; {hint}"
         try:
             if (fs_type := network_file_system(runs)) is not None:
                 raise RunError(f"{runs} is on a network file system ({fs_type})")
-            local_directories.append(runs)
             _create_private(runs)
             free = shutil.disk_usage(runs).free
             if free < ROOM_BYTES:
                 raise RunError(f"{runs} has only {free >> 20} MiB left")
             return _create_in(runs, replace(draft, options=options))
         except RunError as error:
-            first_problem = first_problem or str(error)
-    # No directory has enough space: use what is left in the first local one, or raise its error.
-    if not local_directories:
-        raise RunError(f"{first_problem}; set XDG_STATE_HOME to a local directory")
-    runs, *_ = local_directories
-    _create_private(runs)
-    return _create_in(runs, replace(draft, options={**draft.options, "elsewhere": first_problem}))
+            problems.append(str(error))
+    raise RunError(f"{problems[0]}; set XDG_STATE_HOME to a local directory of yours")
 
 
 def _create_in(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
@@ -173,7 +137,8 @@ def _create_in(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
         run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
         directory, run_info = runs / run_id, replace(draft, id=run_id, host=proc.host_name())
         try:
-            _make_private(directory)
+            directory.mkdir(mode=0o700)
+            directory.chmod(0o700)  # whatever the umask
             run_info = replace(run_info, inode=directory.lstat().st_ino)
             write_info(directory, run_info)
         except FileExistsError:
@@ -194,9 +159,7 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
     readable_runs = []
     for runs in (runs_directory(), *fallback_directories()):
         try:
-            _check_links(runs)
-            if runs != runs_directory():
-                check_directory(runs.parent)
+            check_place(runs)
             names = os.listdir(runs)
         except (OSError, RunError):
             continue

@@ -20,7 +20,6 @@ from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import is_reading_stdin
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
-from dpmon.stalls.nccl_ras import query_ras_problems
 from dpmon.stalls.stacks import ProcessStacks, Stack, dump_stacks, parse_threads
 from dpmon.stalls.stall_detection import INPUT_WAIT, LoaderWorker, ProcessGroupView, RankActivity
 
@@ -86,9 +85,7 @@ class _LoopEnd(NamedTuple):
 class RankInspector:
     """An inspector of the training processes of one run, to be called again and again."""
 
-    def __init__(self, directory: Path, cwd: str, *, adopted: bool = False) -> None:
-        """Create an inspector. `adopted`: this process is not an ancestor of theirs, so they must let it trace them."""
-        self._adopted = adopted
+    def __init__(self, directory: Path, cwd: str) -> None:
         self.directory = directory
         self.cwd = cwd
         self._rings: dict[str, SpanReader] = {}
@@ -104,9 +101,6 @@ class RankInspector:
         """When the last stacks of each process were requested, and these stacks."""
         self._starting: dict[int, StartupStage] = {}
         """The stages of processes that have not made their first call, by their id."""
-        self._uses_nccl = False
-        self.nccl: tuple[str, ...] = ()
-        """NCCL's last report about the ranks."""
         self._workers: dict[int, LoaderWorker | None] = {}
 
     def close(self) -> None:
@@ -121,8 +115,6 @@ class RankInspector:
             with contextlib.suppress(RingError, OSError):
                 ring = self._rings[path.name] = SpanReader(str(path))
                 self._add_process(ring.pid)
-                if self._adopted:
-                    ring.allow_ptrace_by(os.getpid())
         ranks: list[RankActivity] = []
         self._table: Mapping[int, proc.ProcessEntry] = {}
         for ring in self._rings.values():
@@ -132,7 +124,6 @@ class RankInspector:
         if all(rank.step is None for rank in ranks):
             ranks += self._inspect_starting({rank.pid for rank in ranks}, now_ns)
         ranks = newest_process_per_rank(ranks)
-        self._uses_nccl = any(rank.uses_nccl for rank in ranks if rank.pid in self._members)
         has_duplicates = any(rank.namesake for rank in ranks)
         return [rank._replace(job=self._job_of(rank, has_duplicates)) for rank in ranks]
 
@@ -190,10 +181,8 @@ class RankInspector:
         rank = self._with_process_state(rank, ring.training_tid(), now_ns)
         if now_ns - since_ns < INSPECT_AFTER_NS:
             return rank
-        groups = ring.groups()
         return rank._replace(
-            groups=tuple(ProcessGroupView(group, ranks, sequence) for group, ranks, sequence, _ in groups),
-            uses_nccl=any(is_nccl for *_, is_nccl in groups),
+            groups=tuple(ProcessGroupView(*group) for group in ring.groups()),
             between_loops=doing == "other" and loop_end_ns > span_ns,
         )
 
@@ -238,7 +227,7 @@ class RankInspector:
         }
         return [rank._replace(raised=sentences.get(rank.pid)) for rank in ranks]
 
-    def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, ProcessStacks]:
+    def take_stacks(self, *, still_ns: int = 0) -> Mapping[int, ProcessStacks]:
         """Take the stacks of all living processes. Return them by pid.
 
         `still_ns`: only of processes without progress for this long. Takes up to some seconds; may run in any thread.
@@ -257,11 +246,7 @@ class RankInspector:
             pid: ProcessStacks(reason="it is not proven to be a process of this run")
             for pid in rings.keys() - main_threads_by_pid.keys()
         }
-        dumps |= dump_stacks(main_threads_by_pid, native=native)
-        if native:  # py-spy cannot read the C frames of a stopped process
-            dumps |= dump_stacks(
-                {pid: tid for pid, tid in main_threads_by_pid.items() if dumps[pid].reason is not None}
-            )
+        dumps |= dump_stacks(main_threads_by_pid)
         requests = {}
         for pid, dump in dumps.items():
             if dump.reason is not None and pid in rings:  # without a ring, a process does not see a request
@@ -285,10 +270,6 @@ class RankInspector:
             self._workers[pid] = self._find_loader_worker(children) if is_waiting else None
         self._dumps.update((pid, (now, dump)) for pid, dump in dumps.items())
         return dumps
-
-    def query_nccl(self) -> None:
-        """Query NCCL for missing or late ranks, if a rank uses it. Takes up to some seconds; may run in any thread."""
-        self.nccl = query_ras_problems(self._members) if self._uses_nccl else ()
 
     def _find_loader_worker(self, children: Sequence[proc.ProcessEntry]) -> LoaderWorker | None:
         """Return the first loader worker that is dead, stopped or waits for a disk, else the first one at work."""

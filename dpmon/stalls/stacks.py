@@ -68,7 +68,7 @@ class Frame(NamedTuple):
 
 
 WORK_WAIT = Frame("Work.wait", "torch/csrc/distributed/c10d/Work.cpp", 0)
-"""The wait for a collective that runs asynchronously. It is C++ code, which only `py-spy dump --native` shows."""
+"""The wait for a collective that runs asynchronously. It is C++ code, which py-spy does not show without C frames."""
 _WAIT_CALL = re.compile(r"(?<!\bos)\.wait\b")
 """A method of this name that has no Python frame of its own is torch's: others are written in Python."""
 
@@ -174,21 +174,19 @@ def find_py_spy() -> str | None:
     return own_path if os.access(own_path, os.X_OK) else shutil.which("py-spy")
 
 
-def dump_stacks(main_threads_by_pid: Mapping[int, int], *, native: bool = False) -> dict[int, ProcessStacks]:
+def dump_stacks(main_threads_by_pid: Mapping[int, int]) -> dict[int, ProcessStacks]:
     """Take the stacks of several processes at the same time, within MAX_DUMP_S. Return them by pid.
 
-    `main_threads_by_pid`: the kernel's id of the main thread of each process. `native`: also C frames; py-spy then
-    stops each process for about 50 ms.
+    `main_threads_by_pid`: the kernel's id of the main thread of each process.
     """
     py_spy_path = find_py_spy()
     if py_spy_path is None:
         return dict.fromkeys(main_threads_by_pid, ProcessStacks(reason=f"py-spy is not installed; {_INSTALL_HINT}"))
-    mode_option = "--native" if native else "--nonblocking"
     processes = {}
     dumps: dict[int, ProcessStacks] = {}
     for pid in main_threads_by_pid:
         try:
-            command = [py_spy_path, "dump", mode_option, "--json", "--pid", str(pid)]
+            command = [py_spy_path, "dump", "--nonblocking", "--json", "--pid", str(pid)]
             pipe = subprocess.PIPE
             processes[pid] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
         except OSError as error:
@@ -247,11 +245,9 @@ def parse_threads(threads: Any, main_tid: int | None = None) -> tuple[Stack, ...
 def _stack(thread: Mapping[str, Any], is_main: bool) -> Stack:
     frames = [frame for frame in thread["frames"] if _TRACER_PATH not in frame["filename"]]
     kept = frames if len(frames) <= INNER_FRAMES + OUTER_FRAMES else [*frames[:INNER_FRAMES], *frames[-OUTER_FRAMES:]]
-    # A frame with `module` is C code, whose lines py-spy knows only with debug information.
-    lines = [0 if frame.get("module") else int(frame["line"]) for frame in kept]
     named_frames = tuple(
-        Frame(str(frame["name"])[:_MAX_NAME_CHARS], str(frame["filename"])[:_MAX_NAME_CHARS], line)
-        for frame, line in zip(kept, lines, strict=True)
+        Frame(str(frame["name"])[:_MAX_NAME_CHARS], str(frame["filename"])[:_MAX_NAME_CHARS], int(frame["line"]))
+        for frame in kept
     )
     if is_main and _calls_wait(named_frames):
         named_frames = (WORK_WAIT, *named_frames)
@@ -265,5 +261,4 @@ def _stack(thread: Mapping[str, Any], is_main: bool) -> Stack:
 
 def _calls_wait(frames: tuple[Frame, ...]) -> bool:
     """Return whether the innermost Python frame is in the C++ function `wait` of an object, by its line of source."""
-    frame = next((frame for frame in frames if frame.line > 0), None)
-    return frame is not None and _WAIT_CALL.search(linecache.getline(frame.file, frame.line)) is not None
+    return bool(frames) and _WAIT_CALL.search(linecache.getline(frames[0].file, frames[0].line)) is not None

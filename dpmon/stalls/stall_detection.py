@@ -96,8 +96,6 @@ class RankActivity(NamedTuple):
     """The node that it runs on, if the run has several."""
     usual_ns: int = 0
     """How long it may stay at its location according to earlier times, if another supervisor has learned them."""
-    uses_nccl: bool = False
-    """Whether a backend of its process groups is NCCL."""
 
     @property
     def key(self) -> tuple[str | None, int]:

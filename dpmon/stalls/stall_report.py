@@ -58,8 +58,6 @@ class StallReport:
     text: str | None
     """The sentence about the stall; None without one."""
     ranks: tuple[RankReport, ...]
-    nccl: tuple[str, ...] = ()
-    """NCCL's report about its ranks."""
     without: tuple[str, ...] = field(default=(), metadata=OMIT_EMPTY)
     """The nodes that did not answer, and why."""
 
@@ -91,7 +89,6 @@ def build_report(
     *,
     text: str = "",
     gpus: Sequence[Mapping[str, Any]] = (),
-    nccl: Sequence[str] = (),
 ) -> StallReport:
     """Return what each rank does; the ranks that the others wait for come first.
 
@@ -111,7 +108,6 @@ def build_report(
         None if stall is None else (stall.since_ns - run_info.start_ns) / SECOND,
         None if stall is None else text,
         tuple(reports),
-        tuple(nccl),
     )
 
 

@@ -17,8 +17,6 @@ from dpmon.stalls.stall_report import StallReport
 ASKED_FILE, ANSWER_FILE = "why-asked", "why.json"
 STANDING_FILE = "standing.json"
 """The activities of this node's ranks while one makes no progress, for a reader that sees all nodes of their job."""
-NATIVE = b"native"
-"""Contents of a request for stacks with C frames."""
 WAIT_S = 8.0
 """Maximum wait for the supervisor's reply."""
 _POLL_S = 0.02
@@ -33,11 +31,10 @@ class _Reply:
     report: StallReport
 
 
-def request_reply(directory: Path, *, native: bool = False) -> int:
-    """Request a reply from the supervisor. Return the number of the request. `native`: with C frames."""
+def request_reply(directory: Path) -> int:
+    """Request a reply from the supervisor. Return the number of the request."""
     fd = open_file(directory / ASKED_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        os.write(fd, NATIVE if native else b"")
         now = time.time_ns()  # the kernel's own times are some ms apart, so two requests could have the same time
         os.utime(fd, ns=(now, now))
         return os.fstat(fd).st_mtime_ns
@@ -52,22 +49,15 @@ def last_request_number(directory: Path) -> int:
     return 0
 
 
-def request_and_wait(directory: Path, *, native: bool = False) -> StallReport | None:
+def request_and_wait(directory: Path) -> StallReport | None:
     """Request a reply from the supervisor. Return it; None if it does not come. Raises OSError if that fails."""
     with contextlib.suppress(FileNotFoundError):
         (directory / ANSWER_FILE).unlink()  # after the clock was set back, an old reply could pass for a new one
-    number = request_reply(directory, native=native)
+    number = request_reply(directory)
     deadline = time.monotonic() + WAIT_S
     while (reply := read_reply(directory, number)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return reply
-
-
-def wants_native(directory: Path) -> bool:
-    """Return whether the last request is for C frames, too."""
-    with contextlib.suppress(OSError):
-        return read_file(directory / ASKED_FILE, len(NATIVE)) == NATIVE
-    return False
 
 
 def write_reply(directory: Path, number: int, reply: StallReport) -> None:

@@ -53,9 +53,8 @@ def _lines(report: StallReport, all_threads: bool, width: int | None) -> list[Li
             lines += format_frames(stack.frames, width)
             if stack.left_out:
                 lines.append((f"  {stack.left_out:,} more between them", "dim"))
-    for title, texts in (("NCCL reports", report.nccl), ("no stacks from", report.without)):
-        if texts:
-            lines += [("", ""), (f"{title}:", "bold"), *((f"  {text}", "") for text in texts)]
+    if report.without:
+        lines += [("", ""), ("no stacks from:", "bold"), *((f"  {text}", "") for text in report.without)]
     return lines
 
 
@@ -119,14 +118,11 @@ def _format_number(value: float | None) -> str:
 
 
 def _group_equal_stacks(ranks: Sequence[RankReport]) -> list[list[RankReport]]:
-    """Return the groups of ranks with the same stacks, in the order of the ranks.
-
-    Stacks are the same if their Python frames are: addresses of C code may differ.
-    """
+    """Return the groups of ranks with the same stacks, in the order of the ranks."""
     groups: dict[object, list[RankReport]] = {}
     for rank in ranks:
         key: object = rank.why_no_stack
         if rank.stacks:
-            key = tuple(frame for frame in rank.stacks[0].frames if frame.line)
+            key = rank.stacks[0].frames
         groups.setdefault(key, []).append(rank)
     return list(groups.values())

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from dpmon.errors import DpmonError
-
-PROBE_TIMEOUT_S = 20.0
-"""How long a Python may take to report whether it has torch. On a network file system, the first import is slow."""
-_PROBE = (
-    "import importlib.util as u,sys;s=u.find_spec('torch');sys.exit(0 if s is not None and s.origin is not None else 9)"
-)
 
 
 class CommandError(DpmonError):
@@ -52,7 +45,7 @@ def resolve(
 ) -> ResolvedCommand:
     """Return the command for `words` (a script or launcher, and its arguments), or for `module` with arguments `words`.
 
-    Raises CommandError if it cannot be run. Starts no process, except a Python to check whether it has torch.
+    Raises CommandError if it cannot be run. Starts no process.
     """
     if module is not None:
         if not module:
@@ -136,75 +129,34 @@ def _check_program(word: str, *, is_script: bool, environ: Mapping[str, str]) ->
 
 
 def choose_python(python: str | None, environ: Mapping[str, str]) -> str:
-    """Return the path of a Python that has torch. Raises CommandError if there is none.
+    """Return the path of the Python that runs a script. Raises CommandError if `python`, the user's choice, is none.
 
-    `python`: the user's choice. If it is None, try the environment's Python, dpmon's own, and the first one on PATH.
+    Without a choice, it is the first one with torch: the Python of the activated environment, dpmon's own, the first
+    one on PATH. If no torch is found there, the Python on PATH may have it elsewhere.
     """
     if python is not None:
         path = shutil.which(python, path=environ.get("PATH"))
         if path is None or os.path.isdir(python):
             raise CommandError(f"--python {python} is not an executable file")
-        candidates = [os.path.abspath(path)]
-    else:
-        candidates = _candidates(environ)
-    rejections = []
-    for candidate in candidates:
-        reason = _missing_torch_reason(candidate)
-        if reason is None:
-            return candidate
-        rejections.append(f"{candidate} ({reason})" if reason else candidate)
-    place = "" if len(candidates) == 1 else " in one of them"
-    raise CommandError(
-        f"torch was not found in {' or '.join(rejections)}: install it{place} ({candidates[0]} -m pip install torch),"
-        " or choose another Python with --python"
-    )
-
-
-def _candidates(environ: Mapping[str, str]) -> list[str]:
-    path = environ.get("PATH", os.defpath)
+        return os.path.abspath(path)
+    activated = [environ[variable] for variable in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(variable)]
     # uvx puts dpmon's own environment first on PATH, before the user's Python.
-    own_directory = os.path.realpath(os.path.dirname(sys.executable))
-    other_path = os.pathsep.join(
-        directory for directory in path.split(os.pathsep) if os.path.realpath(directory) != own_directory
-    )
-    prefixes = [environ[variable] for variable in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(variable)]
-    found = [shutil.which(name, path=place) for place in (path, other_path) for name in ("python3", "python")]
-    candidates = [os.path.join(prefix, "bin", "python") for prefix in prefixes]
-    candidates += [sys.executable, *(os.path.abspath(python) for python in found if python)]
-    unique: dict[tuple[str, str], str] = {}
-    for python in candidates:
-        if os.access(python, os.X_OK):
-            unique.setdefault(_python_key(python), python)
-    return [*unique.values()]
+    directories = environ.get("PATH", os.defpath).split(os.pathsep)
+    other_path = os.pathsep.join(directory for directory in directories if not _is_own(directory))
+    on_path = shutil.which("python3", path=other_path) or shutil.which("python", path=other_path) or sys.executable
+    candidates = [*(os.path.join(prefix, "bin", "python") for prefix in activated), sys.executable]
+    return next((candidate for candidate in candidates if _has_torch(candidate)), os.path.abspath(on_path))
 
 
-def _python_key(python: str) -> tuple[str, str]:
-    """Return what distinguishes a Python from others: its file and its directory.
-
-    The python of a virtual environment is a link to a Python that lacks the environment's packages.
-    """
-    return os.path.realpath(os.path.dirname(python)), os.path.realpath(python)
+def _is_own(directory: str) -> bool:
+    """Return whether dpmon's own Python is in this directory."""
+    return os.path.realpath(directory) == os.path.realpath(os.path.dirname(sys.executable))
 
 
-def _missing_torch_reason(python: str) -> str | None:
-    """Return None if this Python has torch, otherwise the reason why it was rejected: "" if torch is not installed."""
-    if _python_key(python) == _python_key(sys.executable):
+def _has_torch(python: str) -> bool:
+    """Return whether torch is installed with this Python, without starting it."""
+    directory = os.path.dirname(python)
+    if _is_own(directory):
         spec = importlib.util.find_spec("torch")
-        return None if spec is not None and spec.origin is not None else ""
-    try:
-        # Run it in the root directory, where no folder called torch can be mistaken for the package.
-        probe = subprocess.run(
-            [python, "-c", _PROBE],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=PROBE_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
-    except OSError as error:
-        return str(error.strerror or error)
-    if probe.returncode == 0:
-        return None
-    return "" if probe.returncode == 9 else f"it ended with status {probe.returncode}"
+        return spec is not None and spec.origin is not None  # a folder called torch has no origin
+    return os.access(python, os.X_OK) and any(Path(directory).parent.glob("lib*/python3*/*-packages/torch"))

@@ -3,8 +3,8 @@
 The file is replaced atomically, so that a collector never reads half of it. All users may read it, because the
 collector usually runs as another user.
 
-Growing values are counters, or the histogram of step times, so that Prometheus can compute rates over any time. The
-gauges of steps cover the whole run and equal the values of summary and report. Unknown values are absent, never 0.
+Growing values are counters, or the histogram of step times, so that Prometheus can compute means, rates and quantiles
+over any time. Unknown values are absent, never 0.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.errors import HistoryError
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import (
     EXPOSED,
     PHASES,
     QUANTITIES,
     STEP,
-    STEP_KINDS,
     STRAGGLER_DELAY,
     TRAINING,
     WAIT,
@@ -45,7 +43,7 @@ from dpmon.store.loops import read_epochs
 from dpmon.store.loss_table import read_loss_sites, read_newest_losses
 from dpmon.store.node_table import read_node_rows
 from dpmon.store.quantile_sketch import count_between
-from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats
+from dpmon.store.step_stats import StatsWindow
 from dpmon.store.steps import read_newest_activity, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
@@ -162,8 +160,6 @@ class PrometheusFile:
         self._has_warned = False
         self._should_stop = threading.Event()
         self._thread = threading.Thread(target=self._write_until_stop, name="dpmon metrics", daemon=True)
-        self._last_store_text = ""
-        """The metrics from the store when the history was last readable."""
         self._highest_values: dict[tuple[str, ...], float] = {}
 
     def start(self) -> None:
@@ -205,15 +201,12 @@ class PrometheusFile:
         if exit_info is not None:
             outcome = outcome_word(load_exit(self._directory) or exit_info)
             metrics.add_gauge("run_exit_status", "The run's exit status.", {**base, "end": outcome}, exit_info.status)
-        # A history that is unreadable now may be readable later.
-        with contextlib.suppress(HistoryError), open_store(self._directory) as store:
-            recorded = MetricsText(self._highest_values)
+        with open_store(self._directory) as store:
             state = ENDED if exit_info is not None else self._state(store)
-            recorded.add_gauge("run_state", "1 for the state that the run is in.", {**base, "state": state}, 1)
-            self._add_store_metrics(recorded, store)
-            self._add_progress(recorded, store, is_live=exit_info is None)
-            self._last_store_text = str(recorded)
-        return f"{metrics}{self._last_store_text}"
+            metrics.add_gauge("run_state", "1 for the state that the run is in.", {**base, "state": state}, 1)
+            self._add_store_metrics(metrics, store)
+            self._add_progress(metrics, store, is_live=exit_info is None)
+        return str(metrics)
 
     def _state(self, store: Store) -> str:
         """Return the word for the state of a live run."""
@@ -254,7 +247,6 @@ class PrometheusFile:
             node_labels, help_text = {"node": node.name}, "1 while a node sends its records, otherwise 0."
             metrics.add_gauge("node_connected", help_text, {**base, **node_labels}, int(node.state == "connected"))
         self._add_steps(metrics, window)
-        self._add_stats(metrics, window)
         self._add_times(metrics, window)
         help_text = "Records that were lost before they were read."
         metrics.add_counter("records_dropped_total", help_text, base, store.dropped)
@@ -277,15 +269,12 @@ class PrometheusFile:
             labels = {**self._process_labels(process), "wrapper": str(wrapper)}
             _add_gauges(metrics, "ddp", labels, wrappers[process, wrapper])
 
-    def _process_labels(self, process: int, *, with_rank: bool = True) -> dict[str, str]:
+    def _process_labels(self, process: int) -> dict[str, str]:
         rank, node = self._ranks_by_process.get(process), self._nodes_by_process.get(process)
         labels = dict(self._run_labels)
         if node is not None:
             labels["node"] = node
-        labels["process"] = str(process)
-        if with_rank:
-            labels["rank"] = "" if rank is None else str(rank)
-        return labels
+        return {**labels, "process": str(process), "rank": "" if rank is None else str(rank)}
 
     def _add_steps(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add durations, phases, ranks' communication and quantities of the steps, including evaluations."""
@@ -305,7 +294,7 @@ class PrometheusFile:
                     metrics.add_counter(quantity.metric, help_text, labels, total.total)
 
     def _add_times(self, metrics: MetricsText, window: StatsWindow) -> None:
-        """Add each process's time by activity, its steps and samples, and its newest step."""
+        """Add each process's time by activity, its steps and samples."""
         by_mode = self._tallies_by_mode(window, only_training=True)
         for labels, process, mode, tally in by_mode:
             help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
@@ -325,19 +314,6 @@ class PrometheusFile:
                     labels = {**self._process_labels(process), "activity": activity}
                     help_text = "Time of a process by activity, since it began to record."
                     metrics.add_counter("time_seconds_total", help_text, labels, ns / 1e9)
-        last_steps: dict[int, tuple[int, int]] = {}
-        for key, tally in (*window.tallies.items(), *window.left_out.items()):
-            if step_kind(key.kind) != TRAINING:
-                continue
-            last_step = tally.last_ns or 0, tally.last_step or 0
-            last_steps[key.process] = max(last_steps.get(key.process, (0, 0)), last_step)
-        for process, (end_ns, step_number) in sorted(last_steps.items())[:MAX_PROCESSES]:
-            labels = self._process_labels(process, with_rank=False)
-            end_unix = self._run_info.started_unix + end_ns / 1e9
-            metrics.add_gauge("last_step", "Number of the newest training step.", labels, step_number)
-            metrics.add_gauge(
-                "last_step_time_seconds", "When the newest training step ended, since 1970.", labels, end_unix
-            )
 
     def _add_progress(self, metrics: MetricsText, store: Store, *, is_live: bool) -> None:
         """Add the current or last epoch of each process."""
@@ -365,27 +341,6 @@ class PrometheusFile:
             rows.append(_ModeTally(labels, process, mode, tallies[process, mode]))
         return rows
 
-    def _add_stats(self, metrics: MetricsText, window: StatsWindow) -> None:
-        """Add the statistics of each mode as in summary and report: the times of each process, and the rate of all."""
-        for mode, kind in [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]:
-            mode_labels = {"mode": mode or "unknown", "kind": STEP_KINDS[kind]}
-            for process in window.processes[:MAX_PROCESSES]:
-                stats = window.step_stats(mode, kind, process)
-                if not stats.steps:
-                    continue
-                labels = {**self._process_labels(process), **mode_labels}
-                _add_duration_metrics(metrics, "step", "step times over the whole run", labels, stats)
-                for phase in PHASES:
-                    if (phase_stats := stats.phase(phase.name)) is not None:
-                        phase_labels = {**labels, "phase": phase.name}
-                        subject = "a phase over steps that ran it"
-                        _add_duration_metrics(metrics, "phase", subject, phase_labels, phase_stats)
-            if (rate := window.rate(mode, kind)) is not None:
-                labels = {**self._run_labels, **mode_labels}
-                help_end = "per second of elapsed training time over the whole run."
-                metrics.add_gauge("steps_per_second", f"Steps {help_end}", labels, rate.steps_per_s)
-                metrics.add_gauge("samples_per_second", f"Samples {help_end}", labels, rate.samples_per_s)
-
 
 def _add_phase(metrics: MetricsText, phase: Phase, labels: _Labels, tally: Tally) -> None:
     """Add the time of a phase on the host and on the devices, and how many steps have a device time."""
@@ -399,17 +354,6 @@ def _add_phase(metrics: MetricsText, phase: Phase, labels: _Labels, tally: Tally
         metrics.add_counter(f"{prefix}_phase_device_seconds_total", help_text, labels, stats.total / 1e9)
         help_text = f"Steps in which the device time of a phase of the {subject} is known."
         metrics.add_counter(f"{prefix}_phase_device_known_total", help_text, labels, stats.count)
-
-
-def _add_duration_metrics(
-    metrics: MetricsText, prefix: str, subject: str, labels: _Labels, stats: StepStats | PhaseStats
-) -> None:
-    for quantile, ns in (("0.5", stats.median_ns), ("0.95", stats.p95_ns)):
-        if ns is not None:
-            quantile_labels = {**labels, "quantile": quantile}
-            metrics.add_gauge(f"{prefix}_quantile_seconds", f"Quantiles of {subject}.", quantile_labels, ns / 1e9)
-    if stats.mean_ns is not None:
-        metrics.add_gauge(f"{prefix}_mean_seconds", f"Mean of {subject}.", labels, stats.mean_ns / 1e9)
 
 
 def _add_gauges(metrics: MetricsText, record_kind: str, labels: _Labels, data: Mapping[str, object]) -> None:

@@ -30,7 +30,7 @@ from dpmon.stalls.stall_detection import (
     sentence,
 )
 from dpmon.stalls.stall_report import StallReport, build_report
-from dpmon.stalls.why_reply import STANDING_FILE, last_request_number, wants_native, write_reply
+from dpmon.stalls.why_reply import STANDING_FILE, last_request_number, write_reply
 
 CHECK_INTERVAL_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
@@ -77,7 +77,7 @@ class StallWatch:
         self._spans_nodes = inspector is not None
         self._run_info = run_info
         self._recorder = recorder
-        self._inspector = inspector or RankInspector(directory, run_info.cwd, adopted=is_takeover)
+        self._inspector = inspector or RankInspector(directory, run_info.cwd)
         self._durations = LearnedDurations()
         self._check_at_ns = 0
         self._earlier_ranks: dict[tuple[str | None, int], RankActivity] = {}
@@ -125,7 +125,7 @@ class StallWatch:
         if self._requested_stacks is not None:
             (request_number, dumps), self._requested_stacks = self._requested_stacks, None
             ranks = self._inspector.with_exceptions(self._read_rank_activities(now_ns))
-            report = self._build_report(ranks, dumps, self._reindexed_stall(ranks, now_ns), now_ns)
+            report = self._build_report(ranks, dumps, self._current_stall(ranks, now_ns), now_ns)
             write_reply(self._directory, request_number, report)
         if now_ns < self._check_at_ns:
             return
@@ -186,15 +186,12 @@ class StallWatch:
             return False
         return all(rank.doing != "ended" or rank.raised is not None for rank in self._inspector.with_exceptions(ranks))
 
-    def _reindexed_stall(self, ranks: list[RankActivity], now_ns: int) -> Stall | None:
-        """Return the stall with the indices of these ranks, which may differ from the ranks of the last check."""
-        if self.stall is not None and not self.waits:  # an earlier supervisor's
-            current = find_stall(ranks, self._durations, now_ns) or self.stall
-            return current._replace(since_ns=self.stall.since_ns)
-        indexed_waits = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
-        guilty = tuple(index for index, waits in indexed_waits if not waits)
-        waiting = tuple(index for index, waits in indexed_waits if waits)
-        return self.stall and self.stall._replace(blockers=guilty, waiters=waiting)
+    def _current_stall(self, ranks: list[RankActivity], now_ns: int) -> Stall | None:
+        """Return the recorded stall with the indices of these ranks, which the last check may not have seen."""
+        if self.stall is None:
+            return None
+        stall = find_stall(ranks, self._durations, now_ns) or Stall(0, (), ())
+        return stall._replace(since_ns=self.stall.since_ns)
 
     def _may_still_be_stalled(self, ranks: list[RankActivity], now_ns: int) -> bool:
         """Return whether an earlier supervisor's stall may still be going on: at first, no signs of life are known."""
@@ -225,10 +222,8 @@ class StallWatch:
                     self._inspector.take_stacks(still_ns=INSPECT_AFTER_NS)
                     duration_ns = time.monotonic_ns() - start_ns
                     self._stacks_at_ns = max(self._stacks_at_ns, start_ns + STACK_DUMP_BACKOFF * duration_ns)
-                    self._inspector.query_nccl()
                 else:
-                    dumps = self._inspector.take_stacks(native=wants_native(self._directory))
-                    self._inspector.query_nccl()
+                    dumps = self._inspector.take_stacks()
                     self._requested_stacks = request_number, dumps
             except Exception as error:  # noqa: BLE001 - the next check reports it
                 self._error = error
@@ -278,5 +273,5 @@ class StallWatch:
     def _build_report(
         self, ranks: list[RankActivity], dumps: Mapping[int, ProcessStacks], stall: Stall | None, now_ns: int
     ) -> StallReport:
-        gpus, nccl = self._recorder.gpus(), self._inspector.nccl
-        return build_report(ranks, dumps, stall, now_ns, self._run_info, text=self.stall_text, gpus=gpus, nccl=nccl)
+        gpus = self._recorder.gpus()
+        return build_report(ranks, dumps, stall, now_ns, self._run_info, text=self.stall_text, gpus=gpus)

@@ -33,10 +33,9 @@ from dpmon.run.lifecycle import (
     wait_until,
 )
 from dpmon.run.proc import open_pidfd
-from dpmon.run.process_notes import NoteReader
+from dpmon.run.process_notes import READ_BYTES, NoteReader, read_uncaught_exceptions, traceback_line
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info, output_paths, write_info
-from dpmon.run.run_registry import file_system
-from dpmon.run.safe_files import open_file
+from dpmon.run.safe_files import open_file, read_tail
 from dpmon.run.stdin_terminal import INPUT_FIFO, InputTerminal, InputWaitWatcher
 from dpmon.supervise.command_process import (
     ProcessExitWatcher,
@@ -65,8 +64,6 @@ SHUTDOWN_GRACE_S = 2.0
 MAX_LOCK_WAIT_S = 10.0
 """How long to wait for the run's lock, which the first reader of an ended run holds while it completes the history."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
-MAX_MEMORY_HISTORY_BYTES = 32 << 20
-"""Size limit of a history on a file system in memory that dpmon, not the user, has chosen."""
 MAX_DRAIN_WAIT_S = 0.05
 """Longest wait between two reads of the rings. With dpmon.store.ring_drain.COMMIT_S, it limits how long a record takes
 to reach the history. At 100,000 spans per second, a ring is full in 0.3 s, so it must be read more often."""
@@ -218,13 +215,10 @@ class Supervisor:
 
     def _supervise_command(self, command: WatchedCommand, *, is_takeover: bool = False) -> None:
         from dpmon.gpu.device_sampler import DeviceSampler
-        from dpmon.store.history_writer import LIMIT_BYTES
         from dpmon.store.ring_drain import RingDrain  # loads sqlite while the command loads torch, not before
         from dpmon.supervise.stall_watch import StallWatch
 
-        is_in_memory = "elsewhere" in self._run_info.options and file_system(self._directory) in ("tmpfs", "ramfs")
-        max_bytes = MAX_MEMORY_HISTORY_BYTES if is_in_memory else LIMIT_BYTES
-        drain = RingDrain(self._directory, self._run_info, max_bytes)
+        drain = RingDrain(self._directory, self._run_info)
         sampler = DeviceSampler(drain.emit, lambda: command.pid)
         metrics = self._metrics(drain.warn)
         output_space = OutputSpaceReserver(output_paths(self._directory, self._run_info), drain.warn)
@@ -371,7 +365,13 @@ class Supervisor:
             if not exit_info.status or exit_info.signal is not None:
                 return None
             failure = find_first_failure(self._directory, self._run_info, exit_info.status)
-            return None if failure is None else failure.sentence(self._run_info.cwd)
+            if failure is not None:
+                return failure.sentence(self._run_info.cwd)
+            if read_uncaught_exceptions(self._directory):  # they were handled
+                return None
+            # A script that failed before it imported torch has noted nothing.
+            *_, error_output = output_paths(self._directory, self._run_info)
+            return traceback_line(read_tail(error_output, READ_BYTES))
         except Exception:  # noqa: BLE001 - the status is recorded in any case
             _log(f"no cause of the command's end: {traceback.format_exc()}")
             return None

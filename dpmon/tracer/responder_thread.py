@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
-from dpmon.span_ring import MAX_GROUPS, NCCL_FLAG, NO_NUMBER, HeaderWord, SpanRing
+from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, HeaderWord, SpanRing
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import write_file
 
@@ -34,8 +34,6 @@ MIN_IDLE_NS = 2_000_000_000
 """They are read only if the training thread has begun no span for this long."""
 MAX_END_WAIT_S = 0.5
 """Longest wait for the end of the thread."""
-_SET_PTRACER = 0x59616D61
-"""PR_SET_PTRACER (linux/prctl.h)."""
 
 
 def start_thread(function: Callable[..., object], *arguments: object) -> None:
@@ -84,7 +82,7 @@ class ResponderThread:
     def _run(self, ring: SpanRing, opener: int, stop_lock: Any, ended_lock: Any) -> None:
         """Poll the ring for requests until the thread is stopped. `opener`: the thread that opened the ring."""
         session, words = self._session, ring.words
-        handled_request = allowed_pid = poll_count = 0  # requests in a new ring came while this thread started
+        handled_request = poll_count = 0  # requests in a new ring came while this thread started
         try:
             while not stop_lock.acquire(True, POLL_INTERVAL_S) and session.ring is ring and not session.is_off:
                 poll_count += 1
@@ -95,9 +93,6 @@ class ResponderThread:
                             write_group_sequences(words)
                         elif words[HeaderWord.GROUPS]:
                             words[HeaderWord.GROUPS] = 0
-                    if words[HeaderWord.PTRACER] != allowed_pid:
-                        allowed_pid = words[HeaderWord.PTRACER]
-                        _allow_ptrace_by(allowed_pid)
                     if words[HeaderWord.STACKS] != handled_request:
                         handled_request = words[HeaderWord.STACKS]
                         stacks = collect_stacks(self._training_thread_ident(opener))
@@ -132,9 +127,7 @@ def write_group_sequences(words: memoryview) -> None:
         with contextlib.suppress(Exception):  # some backends have no sequence numbers
             sequence = group._get_sequence_number_for_group()
         words[index + 1] = sequence
-        backends = getattr(world, "pg_backend_config", {}).get(group, "")
-        nccl = NCCL_FLAG if "nccl" in backends else 0
-        words[index] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | nccl | max(len(ranks), 1)
+        words[index] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | max(len(ranks), 1)
         index += 2
     if index < HeaderWord.GROUPS + 2 * MAX_GROUPS:
         words[index] = 0
@@ -167,10 +160,3 @@ def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
             }
         )
     return stacks
-
-
-def _allow_ptrace_by(pid: int) -> None:
-    """Allow the process `pid` to trace this one. It needs that if Yama restricts ptrace and it is no ancestor."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)

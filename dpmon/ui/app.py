@@ -46,13 +46,12 @@ def run_screen(
     *,
     refresh: float = 1.0,
     theme: str | None = None,
-    alert: str | None = None,
     playback: bool = False,
     known_exit: Callable[[], ExitInfo | None] = lambda: None,
 ) -> str:
     """Show the run in `directory` until the user leaves. Return why the screen closed.
 
-    `theme` and `alert`: names from `dpmon.config`. `playback`: let the user play back a finished run. `known_exit`
+    `theme`: a name from `dpmon.config`. `playback`: let the user play back a finished run. `known_exit`
     returns how the run ended, if the caller knows it without a file.
 
     The result is "left" if the training continues, "ended" if the run has ended, "stopped" if the user stopped the run
@@ -76,7 +75,6 @@ def run_screen(
             directory,
             style,
             refresh=refresh,
-            alert=alert,
             open_reader=lambda: RunReader(directory, known_exit=known_exit),
         )
     gc.freeze()

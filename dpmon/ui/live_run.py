@@ -21,7 +21,6 @@ from dpmon.model.run_snapshot import (
     toggle_refusal,
 )
 from dpmon.record.schema import SECOND
-from dpmon.run.process_notes import traceback_line
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
@@ -237,8 +236,7 @@ class LiveRun:
         if exit_info.status is None:
             cause = exit_info.unknown
         elif exit_info.status and not exit_info.stopped:
-            lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
-            cause = exit_info.error or exit_info.cause or (lines[0] if lines else None)
+            cause = exit_info.error or exit_info.cause
         self.exit_info, self._exit_cause = exit_info, sanitize_line(cause, 500) if cause else None
 
     # ------------------------------------------------------------------------------------------ asking

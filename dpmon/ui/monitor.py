@@ -26,7 +26,6 @@ from dpmon.stalls.stall_report import parse_report
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_elapsed, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
-from dpmon.ui.alert import Alert
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages, key_name
 from dpmon.ui.footer import key_at
 from dpmon.ui.help_text import help_rows
@@ -82,7 +81,6 @@ class Monitor(App[str]):
         style: TerminalStyle,
         *,
         refresh: float = 1.0,
-        alert: str | None = None,
         open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
     ) -> None:
@@ -93,7 +91,6 @@ class Monitor(App[str]):
         self.terminal: TerminalDriver | None = None
         """The driver of a real terminal, which sets this member itself."""
         self._was_writable = True
-        self._alert = None if alert is None else Alert(alert)
         self.live_run = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
         self.exit_handlers = ExitHandlers(self._ask_to_exit)
         self.open_error: Exception | None = None
@@ -187,8 +184,6 @@ class Monitor(App[str]):
         ):  # a terminal that is still busy at the second look is stalled: skip the picture
             self.draw()
         self._was_writable = is_writable
-        if self._alert is not None and self.terminal is not None:
-            self.terminal.write(self._alert.bytes_to_send(self.live_run.build_screen_data(self.view)))
         if self.live_run.is_over and not self._has_handled_end:
             self._has_handled_end = True
             self._handle_run_end()

@@ -45,6 +45,6 @@ def test_a_python_without_torch_and_no_place_for_runs(dpmon: Dpmon, tmp_path: Pa
     status, checks = checks_of(dpmon, "--python", bare, XDG_STATE_HOME="/proc/self/nowhere")
     assert status == 1
     assert checks["Python"]["state"] == "problem"
-    assert "torch was not found" in checks["Python"]["found"]
+    assert "No module named 'torch'" in checks["Python"]["found"]
     assert checks["state"]["state"] == "warning", "there are other places"
     assert "tracing" not in checks

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,32 +122,3 @@ def test_names_that_would_steer_the_terminal_do_not(dpmon: Dpmon) -> None:
     assert result.status == 2
     assert b"\x1b" not in result.err
     assert b"\x07" not in result.err
-
-
-def test_torch_nowhere_is_one_sentence(dpmon: Dpmon, tmp_path: Path) -> None:
-    """For a bare Python given by name, the message says what it lacks, where dpmon searched, and how to install it."""
-    bare = tmp_path / "bare" / "bin"
-    bare.mkdir(parents=True)
-    python = bare / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
-    python.chmod(0o755)
-    dpmon.script("print('never')")
-    line = refused(dpmon, "--python", str(python), "script.py", says=f"torch was not found in {python}")
-    assert "pip install" in line
-
-
-def test_a_python_that_cannot_answer_says_why(dpmon: Dpmon, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 77\n")
-    python.chmod(0o755)
-    dpmon.script("pass")
-    refused(dpmon, "--python", str(python), "script.py", says=f"{python} (it ended with status 77)")
-
-
-def test_a_gpu_that_is_not_there(dpmon: Dpmon) -> None:
-    """No machine has 1000 GPUs. The test does not cover drivers that fail for other reasons."""
-    dpmon.script("print('it ran')")
-    result = dpmon.run("--headless", "--devices", "cuda:0,cuda:999", "script.py")
-    if result.status == 0:
-        pytest.skip("nobody knows here which GPUs there are")
-    refused(dpmon, "--devices", "cuda:0,cuda:999", "script.py", says="--devices cuda:0,cuda:999: ")

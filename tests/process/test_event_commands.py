@@ -16,7 +16,7 @@ import pytest
 
 from dpmon.run import proc
 from dpmon.supervise.start_supervisor import ensure_supervisor
-from support.run_harness import Dpmon, Terminal, report_measured, scaled_size, wait_for, wait_until_unsupervised
+from support.run_harness import Dpmon, report_measured, scaled_size, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
@@ -135,20 +135,6 @@ def test_a_hanging_command_holds_up_neither_the_run_nor_other_events(dpmon: Dpmo
     assert dpmon.exit()["drained"]
     wait_for(lambda: types(dpmon) == ["failed"], what="the next event")
     assert proc.is_alive(hangs, None)
-
-
-@pytest.mark.parametrize(("setting", "sent"), [("osc9", "\x1b]9;script.py ended\a"), ("", "")])
-def test_the_terminal_of_the_screen_is_told_only_if_wanted(dpmon: Dpmon, setting: str, sent: str) -> None:
-    dpmon.waiting()
-    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color", DPMON_ALERT=setting)
-    terminal.shows("5 Output")
-    dpmon.begun()
-    dpmon.go()
-    terminal.shows("finished status")
-    terminal.writes(sent)
-    terminal.type("q")
-    terminal.wait()
-    assert (b"]9;" in terminal.raw) == bool(sent)
 
 
 def test_a_run_without_a_supervisor_is_told_and_nothing_listens(dpmon: Dpmon) -> None:

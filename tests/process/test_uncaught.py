@@ -46,6 +46,16 @@ def test_a_message_is_shortened_to_its_first_line() -> None:
     assert len(said) <= 150
 
 
+@pytest.mark.parametrize(
+    ("text", "cause"), [("x = = 1", "SyntaxError: invalid syntax"), ("raise ValueError('\x07')", "ValueError: \ufffd")]
+)
+def test_a_script_that_fails_before_it_imports_torch(dpmon: Dpmon, text: str, cause: str) -> None:
+    run = dpmon.run("--headless", dpmon.script(text))
+    assert (run.status, dpmon.exit()["cause"]) == (1, cause)
+    assert f"s: {cause}\n" in run.errors
+    assert cause in " ".join(dpmon.run("report").text.split())
+
+
 def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
     script = dpmon.script(SCRIPT, "train.py")
     run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)

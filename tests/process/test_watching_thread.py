@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,43 +141,6 @@ def taken(script: TracedScript) -> ProcessStacks:
         (found,) = look.take_stacks().values()
     look.close()
     return found
-
-
-ALLOWS = (
-    """
-import ctypes
-original = ctypes.CDLL
-class Library(original):
-    def __getattribute__(self, name):
-        return noted if name == "prctl" else super().__getattribute__(name)
-def noted(option, pid, *rest):
-    result = original(None).prctl(option, pid, *rest)
-    print(hex(option), pid.value, result, flush=True)
-    return result
-ctypes.CDLL = Library
-"""
-    + TRAIN
-    + "print('there', flush=True)\ntime.sleep(600)\n"
-)
-
-
-def test_a_supervisor_that_is_no_ancestor_is_allowed_to_look(tmp_path: Path) -> None:
-    """Where Yama restricts py-spy to ancestors."""
-    script = TracedScript(tmp_path, ALLOWS)
-    try:
-        assert script.line() == "there"
-        script.ring().close()
-        look = RankInspector(script.directory, str(script.cwd), adopted=True)
-        look.inspect_ranks({}, time.monotonic_ns())
-        option, pid, result = script.line().split()
-        look.close()
-    finally:
-        script.process.kill()
-        script.process.wait()
-    assert (option, int(pid)) == ("0x59616d61", os.getpid())
-    if not Path("/proc/sys/kernel/yama").exists():
-        pytest.skip("this kernel has no Yama, and refuses the request")
-    assert result == "0"
 
 
 @pytest.mark.parametrize("by", ["py-spy", "the process"])

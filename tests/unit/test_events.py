@@ -15,7 +15,7 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.notify.notifier import NotificationCommands, SentLog, to_cloudevent
-from dpmon.notify.run_notifications import Notification, NotificationFinder
+from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.schema import SECOND
 from dpmon.report.health import Health
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
@@ -28,9 +28,9 @@ TRAINING = Health("training", None)
 RUN = "20261125-213000-train-3f2a"
 
 
-def seen(*stalls: RecordedStall, straggler: object = None, newest_s: int = 40) -> RunSnapshot:
-    """A state with these stalls and this straggler; `newest_s`: end of the newest step."""
-    return cast(RunSnapshot, SimpleNamespace(stalls=stalls, straggler=straggler, newest_ns=newest_s * SECOND))
+def seen(*stalls: RecordedStall, newest_s: int = 40) -> RunSnapshot:
+    """A state with these stalls; `newest_s`: end of the newest step."""
+    return cast(RunSnapshot, SimpleNamespace(stalls=stalls, newest_ns=newest_s * SECOND))
 
 
 def stalled(end_s: int | None = None) -> RecordedStall:
@@ -62,73 +62,31 @@ BEGAN = ("dpmon.run.started", "", 0.0)
         (seen(stalled(70), newest_s=75), ended("killed"), (), [BEGAN, STALLED, RESUMED, FAILED]),
         (seen(), TRAINING, (finding("data"),), [BEGAN, ("dpmon.finding", "data", None)]),
         (seen(), TRAINING, (finding("drift"),), [BEGAN, ("dpmon.run.slowed", "drift", None)]),
-        (seen(), TRAINING, (finding("data", 0.1), finding("straggler"), finding("quiet"), finding("failed")), [BEGAN]),
+        (seen(), TRAINING, (finding("data", 0.1), finding("quiet"), finding("failed")), [BEGAN]),
         *((seen(), ended(end), (), [BEGAN, FAILED]) for end in ("failed", "lost", "ended")),
         *((seen(), ended(end), (), [BEGAN, ("dpmon.run.ended", "", 99.0)]) for end in ("finished", "stopped")),
     ],
 )
 def test_what_happened(state: RunSnapshot, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
-    events = list(NotificationFinder().find(state, now, 100.0, found))
+    events = list(find_notifications(state, now, 100.0, found))
     assert [(event.type, event.key, event.at_s) for event in events] == expected
     assert all(event.data["text"] for event in events)
 
 
 def test_the_end_of_a_stuck_run_names_its_cause() -> None:
     for stall in (stalled(), stalled(70)):
-        *_, last = NotificationFinder().find(seen(stall), ended("stopped"), 100.0)
+        *_, last = find_notifications(seen(stall), ended("stopped"), 100.0)
         assert last.type == "dpmon.run.ended"
         assert last.data["text"].endswith("; in a stall: rank 1 in save")
 
 
 def test_alive_is_told_once_in_its_time_and_not_after_the_end() -> None:
-    happenings = NotificationFinder(60.0)
-
     def alive(at_s: float, now: Health = TRAINING) -> list[str]:
-        return [each.key for each in happenings.find(seen(), now, at_s) if each.type == "dpmon.run.alive"]
+        events = find_notifications(seen(), now, at_s, alive_s=60.0)
+        return [each.key for each in events if each.type == "dpmon.run.alive"]
 
     assert [alive(at_s) for at_s in (0.0, 59.9, 60.0, 200.0)] == [["0"], ["0"], ["1"], ["3"]]
     assert alive(300.0, ended("finished")) == []
-
-
-def slow(rank: int) -> object:
-    return SimpleNamespace(
-        rank=rank,
-        name=f"rank {rank}",
-        is_group=False,
-        excess_ns=5e6,
-        share=0.3,
-        phase=None,
-        slowest=None,
-        steps=50,
-        unit="step",
-    )
-
-
-def test_a_straggler_is_told_when_it_has_lasted_and_when_it_has_gone() -> None:
-    happenings = NotificationFinder()
-
-    def keys(straggler: object, at_s: float, happenings: NotificationFinder = happenings) -> list[str]:
-        return [each.key for each in happenings.find(seen(straggler=straggler), TRAINING, at_s)][1:]
-
-    assert keys(slow(1), 100) == []
-    assert keys(None, 130) == []  # it comes and goes
-    assert keys(slow(1), 140) == []
-    first, gone = "straggler/1/1", "straggler/2/"
-    assert keys(slow(1), 200) == [first]
-    assert keys(slow(1), 999) == [first], "the same is the same event"
-    assert keys(None, 1000) == [first]
-    assert keys(None, 1060) == [first, gone]
-    last = list(happenings.find(seen(), TRAINING, 1061))[-1]
-    assert last.data == {"kind": "straggler", "rank": None, "text": "rank 1 no longer delays the others"}
-    again = NotificationFinder(sent_ids=[Notification("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
-    assert keys(None, 2000, again) == []
-    assert keys(slow(2), 2001, again) == []
-    assert keys(slow(2), 2061, again) == ["straggler/3/2"]
-
-
-def test_one_who_begins_anew_does_not_tell_a_straggler_again() -> None:
-    again = NotificationFinder(sent_ids=[Notification("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
-    assert [len(list(again.find(seen(straggler=slow(3)), TRAINING, at_s))) for at_s in (5.0, 500.0)] == [1, 1]
 
 
 def test_an_event_is_a_cloud_event_without_control_characters() -> None:

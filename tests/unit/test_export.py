@@ -17,10 +17,9 @@ import pytest
 import dpmon.export as run_export
 from dpmon.cli.status_stream import NonBlockingLineFile
 from dpmon.export import ExportError, export
-from dpmon.export.csv_tables import CsvTables, csv_rows_of
 from dpmon.export.perfetto import write_trace
 from dpmon.record.record_specs import COLUMNS
-from dpmon.record.record_types import Call, Event, Record, Step
+from dpmon.record.record_types import Call, Record, Step
 from dpmon.run.output_target import open_replacement
 from dpmon.run.run_directory import load_info
 from support.format_readers import ChromeTrace, read_trace
@@ -59,54 +58,33 @@ def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Pa
     calls = table(directory, "call", where)
     assert len(calls) == 25
     first, last = calls[0], calls[-1]
-    assert tuple(first) == (*COLUMNS["call"], "more")
+    assert tuple(first) == COLUMNS["call"]
     assert (first["process"], first["rank"], first["root"], first["mode"]) == ("0", "", "Model", "dp")
-    assert (first["virtual"], first["rows"], first["devices"]) == ("true", "30", "cpu:0 cpu:1")
-    assert (first["replicas"], first["replica_rows"], first["replica_devices"]) == ("2", "15 15", "cpu:0 cpu:1")
-    assert first["inputs"] == "0:30x5:float32:600"
-    assert first["replica_outputs"] == ":15x2:float32:120 | :15x2:float32:120"
+    assert (first["virtual"], first["devices"]) == ("true", '["cpu:0","cpu:1"]')
+    assert first["inputs"] == '[{"path":"0","shape":[30,5],"dtype":"float32","bytes":600}]'
+    assert [replica["outputs"][0]["shape"] for replica in json.loads(first["replicas"])] == [[15, 2]] * 2
     assert float(first["replicate_host_ms"]) > float(first["scatter_host_ms"]) > 0
     assert first["replicate_device_ms"] == "", "unknown is empty, not 0"
-    assert (last["mode"], last["replicate_host_ms"], last["replicas"]) == ("single", "", "1")
+    assert (last["mode"], last["replicate_host_ms"], len(json.loads(last["replicas"]))) == ("single", "", 1)
     steps = table(directory, "step", where)
     assert [int(step["step"]) for step in steps] == list(range(1, 26))
     assert steps[0]["samples"] == "30"
     assert float(steps[0]["wall_ms"]) == pytest.approx(sum(float(steps[0][f"{p}_ms"]) for p in
         ("data", "forward", "backward", "optimizer", "other")))  # fmt: skip
-    spans = [span.split(":") for span in steps[0]["spans"].split(" ")]
-    assert [name for name, _, _ in spans] == ["data", "forward", "backward", "optimizer"]
-    assert [took for _, _, took in spans] == [steps[0][f"{name}_ms"] for name, _, _ in spans]
-    assert (spans[0][1], spans[1][1], steps[0]["missing_spans"]) == ("0.0", spans[0][2], "")
+    spans = json.loads(steps[0]["spans"])
+    assert [span["phase"] for span in spans] == ["data", "forward", "backward", "optimizer"]
+    assert [repr(span["ms"]) for span in spans] == [steps[0][f"{span['phase']}_ms"] for span in spans]
+    assert steps[0]["missing_spans"] == ""
     lost = table(directory, "device", where)[-1]
     assert (lost["util_pct"], lost["absent"]) == ("", '{"util_pct":"the GPU is lost"}')
-    memory = table(directory, "memory", where)
-    assert [(one["device"], one["model_bytes"], one["optimizer_bytes"]) for one in memory] == [
-        ("cuda:0", "100", ""),
-        ("cuda:1", "10", ""),
+    (memory,) = table(directory, "memory", where)
+    assert [(one["device"], one["model_bytes"]) for one in json.loads(memory["devices"])] == [
+        ("cuda:0", 100),
+        ("cuda:1", 10),
     ]
-    assert json.loads(memory[0]["more"]) == {"took_ms": 0.1, "record_absent": {"devices": "too many"}}
+    assert (memory["took_ms"], json.loads(memory["absent"])) == ("0.1", {"devices": "too many"})
     assert table(directory, "warning", where)[0]["text"] == "a b"
     assert table(directory, "exit", where)[0]["status"] == "3"
-
-
-def test_an_unknown_member_is_kept_in_the_last_column() -> None:
-    (cells,) = csv_rows_of(Event("host", {"t_s": 1.0, "new_thing": [1, {"x": None}]}))
-    assert cells[0] == "1.0"
-    assert json.loads(cells[-1]) == {"new_thing": [1, {"x": None}]}
-    file = io.StringIO()
-    CsvTables(lambda which: file if which == "other" else pytest.fail(which)).write([Event("novel", {"a": 1})])
-    assert file.getvalue() == 'kind,more\nnovel,"{""a"":1}"\n'
-
-
-def test_idle_devices_and_missing_sizes_are_in_csv() -> None:
-    training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=2)
-    (call,) = (record for record in records_of_rows(training.step()) if isinstance(record, Call))
-    cells = dict(zip(COLUMNS["call"], csv_rows_of(call)[0], strict=False))
-    assert (cells["replicas"], cells["idle_devices"]) == ("2", "cpu:2")
-    unseen = replace(call, replicas=tuple(share._replace(inputs=None) for share in call.replicas))
-    cells = dict(zip(COLUMNS["call"], csv_rows_of(unseen)[0], strict=False))
-    assert (cells["replica_rows"], cells["replica_inputs"]) == ("- -", " | ")
-    assert "not seen" in cells["absent"]
 
 
 def test_csv_of_one_kind_is_one_file(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,10 +93,10 @@ def test_csv_of_one_kind_is_one_file(directory: Path, tmp_path: Path, capsys: py
     assert len(target.read_text().splitlines()) == 26
     export(directory, "csv", None, "device")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == ",".join((*COLUMNS["device"], "more"))
+    assert lines[0] == ",".join(COLUMNS["device"])
     assert len(lines) == 8
     export(directory, "csv", "-", "exit")
-    assert capsys.readouterr().out.splitlines()[1] == "3,,60.0,supervisor,"
+    assert capsys.readouterr().out.splitlines()[1] == "3,,60.0,supervisor,,"
 
 
 def test_csv_of_all_kinds_needs_a_directory(directory: Path, tmp_path: Path) -> None:

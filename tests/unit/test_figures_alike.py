@@ -24,7 +24,6 @@ from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.step_stats import StatsWindow, StepStats, rate_to_json
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.prometheus_file import PrometheusFile
 from dpmon.text.formatting import format_compact, format_duration, format_percent, format_rate, format_samples_per_s
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels import panel_batch, panel_compare
@@ -177,29 +176,6 @@ def in_last_line(directory: Path) -> Shown:
     return in_json([(said["mode"], False, said["step_ms"], said["phases"] | said["call_phases"])])
 
 
-def in_metrics(directory: Path) -> Shown:
-    how = load_exit(directory)
-    assert how is not None
-    metrics = PrometheusFile(directory / "run.prom", directory, print)
-    metrics.write()
-    metrics.write(how)
-    names = {
-        "step_quantile_seconds": "",
-        "phase_quantile_seconds": "",
-        "step_mean_seconds": "mean",
-        "phase_mean_seconds": "mean",
-        "steps_per_second": "steps_per_s",
-        "samples_per_second": "samples_per_s",
-    }
-    found: Shown = {}
-    for name, inside, number in re.findall(r"^dpmon_(\w+)\{(.*)\} (\S+)$", (directory / "run.prom").read_text(), re.M):
-        labels = dict(re.findall(r'(\w+)="([^"]*)"', inside))
-        if name in names and labels["run"]:
-            figure = names[name] or {"0.5": "median", "0.95": "p95"}[labels["quantile"]]
-            found[labels["mode"], labels["kind"] == "evaluation", labels.get("phase", STEP), figure] = float(number)
-    return found
-
-
 def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
     """Return panel 3 for all of the run, and the first rows with panel 4."""
     view = View(zoom="batch", range_s=0)
@@ -246,13 +222,8 @@ def _ms(ns: float) -> float:
     return ns / 1e6
 
 
-def _s(ns: float) -> float:
-    return ns / 1e9
-
-
 _TEXT = {"median": format_duration, "p95": format_duration}
 _JSON = {"median": _ms, "p95": _ms}
-_GAUGES = {"median": _s, "p95": _s, "mean": _s}
 PLACES = {
     "summary": Place(in_summary, MODES, {**_TEXT, "rate": format_rate}, _TEXT),
     "report": Place(in_report, MODES, {**_TEXT, "rate": format_samples_per_s}, {**_TEXT, "share": format_percent}),
@@ -260,7 +231,6 @@ PLACES = {
         in_report_as_json, MODES, {**_JSON, **dict.fromkeys(rate_to_json(None), _same)}, {**_JSON, "share": _same}
     ),
     "last line of JSON": Place(in_last_line, LAST, _JSON, {**_JSON, "share": _same}),
-    "metrics": Place(in_metrics, MODES, {**_GAUGES, "steps_per_s": _same, "samples_per_s": _same}, _GAUGES),
     "screen": Place(
         lambda directory: on_screen(directory, LiveRun(directory, lambda: RunReader(directory)))[0],
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
@@ -330,13 +300,6 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     assert "rank 0" in plain_text(panel_batch.panel_title(facts, STYLE, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
-    in_metrics(directory)
-    gauges = (directory / "run.prom").read_text()
-    for process, one in enumerate(took):
-        assert one is not None
-        assert one.median_ns is not None
-        labels = f'process="{process}",rank="",mode="single",kind="training",phase="data",quantile="0.5"'
-        assert f"{labels}}} {one.median_ns / 1e9}\n" in gauges
 
 
 def test_rates_of_all_modes_and_of_each(run: Path) -> None:

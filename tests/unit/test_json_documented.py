@@ -21,7 +21,7 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.notify.notifier import to_cloudevent
-from dpmon.notify.run_notifications import NotificationFinder
+from dpmon.notify.run_notifications import find_notifications
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.report.health import Health
@@ -111,7 +111,7 @@ def test_every_field_of_why_is_described(
     stack = Stack((Frame("save", "t.py", 3),))
     rank = RankActivity(7, 0, 1, since_ns=1, step=3, groups=(ProcessGroupView(1, 2, 5),), stack=stack)
     gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
-    now = build_report([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
+    now = build_report([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu])
     monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", load_exit(directory)))
     monkeypatch.setattr("dpmon.cli.why._read_traceback", lambda *_: (("main", "/job/train.py", 3),))
     mirrored = replace(now, without=("gpu-2: it did not answer in time",))
@@ -148,14 +148,11 @@ def test_every_field_of_an_event_is_described() -> None:
     stalls = tuple(
         RecordedStall(SECOND * at, SECOND * (at + 10), end, STALL) for at, end in ((1, 20 * SECOND), (50, None))
     )
-    slow = SimpleNamespace(
-        rank=1, name="rank 1", is_group=False, excess_ns=1, share=1, phase=None, slowest=1, steps=9, unit="step"
-    )
     found = [Finding("data", "text", "ground", "advice", 0.9)]
-    happenings, events = NotificationFinder(60.0), []
+    events = []
     for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):
-        seen = SimpleNamespace(stalls=stalls, straggler=slow, newest_ns=0)
-        for each in happenings.find(cast(RunSnapshot, seen), now, at_s, found):
+        seen = SimpleNamespace(stalls=stalls, newest_ns=0)
+        for each in find_notifications(cast(RunSnapshot, seen), now, at_s, found, 60.0):
             told = each._replace(data={**each.data, "health": now.fields()})
             events.append(to_cloudevent(told, told.id_in("run"), make_run_info(id="run")))
     assert len({event["type"] for event in events}) == 6

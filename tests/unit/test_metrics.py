@@ -74,13 +74,6 @@ def test_a_run_of_calls_without_steps_has_started(state: Path, tmp_path: Path) -
     assert found_state(written(directory, tmp_path / "it.prom")) == "quiet"
 
 
-def test_a_step_without_figures_is_the_newest_one(state: Path, tmp_path: Path) -> None:
-    body = (20 * SECOND, SECOND, SECOND, SECOND)  # it waits for its first batch
-    first = step_row("dp", 1, SECOND, 30 * SECOND, 8, body)
-    found = written(write_run_directory({0: [first]}, status=None), tmp_path / "it.prom")
-    assert found["last_step", (("process", "0"),)] == 1
-
-
 def found_state(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> str:
     ((state, value),) = [
         (dict(labels)["state"], value) for (name, labels), value in found.items() if name == "run_state"
@@ -99,7 +92,6 @@ def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: P
     who = (("mode", "dp"), ("process", "0"), ("rank", ""))
     assert found["step_duration_seconds_count", who] == 40
     assert found["samples_total", who] == 1200
-    assert found["last_step", (("process", "0"),)] == 40
     total = sum(found["step_phase_seconds_total", tuple(sorted((*who, ("phase", phase))))]
                 for phase in ("data", "forward", "backward", "optimizer", "other"))  # fmt: skip
     assert found["step_duration_seconds_sum", who] == pytest.approx(total)
@@ -281,7 +273,7 @@ def test_a_run_on_several_machines_names_the_machine_of_each_process(state: Path
     found = written(directory, tmp_path / "it.prom")
     nodes = {(dict(labels)["rank"], dict(labels)["node"]) for name, labels in found if name == "time_seconds_total"}
     assert nodes == {(str(rank), names[rank // 2]) for rank in range(4)}
-    newest = {dict(labels).get("node") for name, labels in found if name in ("last_step", "device_utilization_ratio")}
+    newest = {dict(labels).get("node") for name, labels in found if name == "device_utilization_ratio"}
     assert newest == {*names}
     assert {dict(labels).get("node") for name, labels in found if name.startswith("host_")} == {*names}
     assert [found["node_connected", (("node", name),)] for name in names] == [1.0, 0.0]

@@ -28,7 +28,6 @@ from dpmon.report.plots import build_plots
 from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
-from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
 from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of
 from support.history_builders import snapshot_of_directory, write_run_directory
@@ -130,9 +129,6 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
     lines = report_text(directory, 80)
     assert lines[0].endswith(": failed with exit status 1 after 1 min 00 s")
     assert lines_of_section(lines, "LAST OUTPUT") == ["  20%", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
-    traceback = b'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad \x07 thing\n'
-    (directory / "stderr.log").write_bytes(traceback)
-    assert report_text(directory, 120)[0].endswith("min 00 s: ValueError: bad \N{REPLACEMENT CHARACTER} thing")
 
 
 def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
@@ -532,20 +528,6 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
     assert report_json_of(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
-
-
-def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(state: Path) -> None:
-    training = Training()
-    traceback = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: of \x1b[31mno\x1b[0m use\nbye\n"
-    directory = write_run_directory({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
-    (directory / "output.log").write_text(traceback)
-    said = summary_lines(directory, load_exit(directory))
-    assert [line for line in said if "exception" in line] == [
-        f"exception: RuntimeError: of no use  (dpmon report {short_name(load_info(directory))})"
-    ]
-    headless = write_run_directory({0: [*training.begin(), *training.run(3)]}, status=1)
-    (headless / "stderr.log").write_text(traceback)
-    assert not any("exception" in line for line in summary_lines(headless, load_exit(headless)))
 
 
 # ------------------------------------------------------------------------------------------------ what was deleted

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.supervise import command_resolver as command
-from dpmon.supervise.command_resolver import CommandError, choose_python, resolve
+from dpmon.supervise.command_resolver import choose_python, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,9 @@ def python_at(place: Path, name: str = "python") -> str:
 
 @pytest.fixture
 def torch_in(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Set which Pythons have torch; those that are asked are listed under "asked:"."""
+    """Set which Pythons have torch."""
     having: set[str] = set()
-
-    def lacks(python: str) -> str | None:
-        having.add(f"asked:{python}")
-        return None if python in having else ""
-
-    monkeypatch.setattr(command, "_missing_torch_reason", lacks)
+    monkeypatch.setattr(command, "_has_torch", having.__contains__)
     return having
 
 
@@ -128,43 +123,24 @@ def test_dpmons_own_environment_on_path_hides_no_other(here: Path, torch_in: set
     assert choose_python(None, environ) == path
 
 
-def test_another_python_beside_dpmons_own_is_found(
-    here: Path, torch_in: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in /usr/bin, with dpmon in python3.12 and torch in python3."""
-    monkeypatch.setattr(sys, "executable", python_at(here / "bin", "python3.12"))
-    other = python_at(here / "bin", "python3")
-    torch_in.add(other)
-    assert choose_python(None, {"PATH": str(here / "bin")}) == other
+def test_the_python_on_path_may_have_its_torch_elsewhere(here: Path, torch_in: set[str]) -> None:
+    venv, path = python_at(here / "venv" / "bin"), python_at(here / "bin", "python3")
+    assert venv != choose_python(None, {"VIRTUAL_ENV": str(here / "venv"), "PATH": str(here / "bin")}) == path
+    assert choose_python(None, {"PATH": ""}) == sys.executable
 
 
-def test_the_same_python_is_asked_once(torch_in: set[str]) -> None:
-    bin_directory = os.path.dirname(sys.executable)
-    with pytest.raises(CommandError):
-        choose_python(None, {"VIRTUAL_ENV": os.path.dirname(bin_directory), "PATH": bin_directory})
-    places = [os.path.dirname(asked.removeprefix("asked:")) for asked in torch_in]
-    assert len(places) == len({os.path.realpath(asked.removeprefix("asked:")) for asked in torch_in})
-
-
-def test_no_torch_names_every_python_that_was_asked(here: Path, torch_in: set[str]) -> None:
-    venv = python_at(here / "venv" / "bin")
-    with pytest.raises(CommandError) as caught:
-        choose_python(None, {"VIRTUAL_ENV": str(here / "venv"), "PATH": ""})
-    text = str(caught.value)
-    assert venv in text
-    assert sys.executable in text
-    assert "pip install" in text
-    assert "\n" not in text
-
-
-def test_own_torch_is_looked_for_without_importing_it() -> None:
+def test_torch_is_looked_for_without_importing_it(here: Path) -> None:
     before = "torch" in sys.modules
-    assert command._missing_torch_reason(sys.executable) is None
+    assert command._has_torch(sys.executable)
     assert ("torch" in sys.modules) == before
+    venv = python_at(here / "venv" / "bin")
+    assert not command._has_torch(venv)
+    (here / "venv" / "lib" / "python3.12" / "site-packages" / "torch").mkdir(parents=True)
+    assert command._has_torch(venv)
 
 
 def test_a_folder_called_torch_is_not_torch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "torch").mkdir()
     monkeypatch.setattr(sys, "path", [str(here)])
     monkeypatch.delitem(sys.modules, "torch", raising=False)  # where another test has imported it
-    assert command._missing_torch_reason(sys.executable) == ""
+    assert not command._has_torch(sys.executable)

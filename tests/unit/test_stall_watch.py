@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +15,12 @@ import pytest
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo, record_stop_request
-from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.stalls import rank_inspector
 from dpmon.stalls.rank_inspector import Counters, RankInspector, newest_process_per_rank
-from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
+from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import RankActivity
-from dpmon.stalls.stall_report import StallReport, build_report
+from dpmon.stalls.stall_report import StallReport
 from dpmon.stalls.why_reply import read_reply, request_reply
-from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 
@@ -230,33 +227,6 @@ def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, m
     assert look.inspect_ranks({}, time.monotonic_ns())[0].state == "gone"
     assert look.take_stacks() == {}
     look.close()
-
-
-@pytest.mark.parametrize("nccl", [True, False])
-def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: bool
-) -> None:
-    asked: list[set[int]] = []
-
-    def problems(pids: Iterable[int]) -> tuple[str, ...]:
-        asked.append(set(pids))
-        return ("rank 1 is behind",)
-
-    monkeypatch.setattr(rank_inspector, "query_ras_problems", problems)
-    monkeypatch.setattr(
-        rank_inspector, "dump_stacks", lambda threads, native: {pid: ProcessStacks((SAVES,)) for pid in threads}
-    )
-    monkeypatch.setattr(SpanReader, "groups", lambda ring: [(1, 2, 5, nccl)])
-    SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
-    look = RankInspector(tmp_path, "")
-    ranks = look.inspect_ranks({}, time.monotonic_ns() + 10 * SECOND)
-    dumps = look.take_stacks()
-    assert asked == []
-    look.query_nccl()
-    look.close()
-    assert asked == ([{os.getpid()}] if nccl else [])
-    text = [line for line, _ in format_report(build_report(ranks, dumps, None, START, INFO, nccl=look.nccl))]
-    assert text[-2:] == (["NCCL reports:", "  rank 1 is behind"] if nccl else [text[-2], "  save (/job/train.py:4)"])
 
 
 def test_a_loop_begins_until_its_second_step(tmp_path: Path) -> None:

@@ -176,12 +176,11 @@ def test_the_list_says_in_which_stall_a_run_ended(
     assert ["    stalled: rank 1 in save (t.py:3)" in lines, len(lines)] == [shown, 3 + shown]
 
 
-def test_why_looks_at_no_process_of_this_machine_for_a_mirror(
+def test_why_says_that_a_mirror_does_not_reply(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = live()
     write_info(directory, replace(load_info(directory), nodes=("gpu-1",)))
-    monkeypatch.setattr("dpmon.cli.why.RankInspector", None)
     monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda _: None)
     monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **__: None)
     assert main(["why", directory.name]) == 0
@@ -294,7 +293,6 @@ def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
 ) -> None:
     directory = a_run(STALL, status=None)
     write_info(directory, replace(load_info(directory), boot_id="another", **about))
-    monkeypatch.setattr("dpmon.cli.why.RankInspector", None)
     monkeypatch.setattr("dpmon.cli.why.request_and_wait", None)
     assert main(["why", directory.name]) == 0
     said = capsys.readouterr().out

@@ -99,22 +99,6 @@ def test_a_backend_without_numbers_and_more_groups_than_fit(words: memoryview, m
     assert words[HeaderWord.GROUPS + 2 * MAX_GROUPS] == 0
 
 
-@pytest.mark.parametrize(("backends", "nccl"), [("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)])
-def test_a_group_of_nccl_is_marked(
-    words: memoryview, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backends: str, nccl: bool
-) -> None:
-    group = Group()
-    world = SimpleNamespace(
-        pg_names={group: "1"}, pg_group_ranks={group: {0: 0, 1: 1}}, pg_backend_config={group: backends}
-    )
-    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
-    ring = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
-    responder_thread.write_group_sequences(ring.words)
-    reader = SpanReader(str(tmp_path / "process-0.ring"))
-    assert [found[1:] for found in reader.groups()] == [(2, None, nccl)]
-    reader.close()
-
-
 def test_groups_with_the_same_name_and_other_ranks_are_two(words: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
     """split_group gives the groups of different ranks the same name."""
     found = []

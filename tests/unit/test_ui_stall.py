@@ -169,7 +169,7 @@ def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = write_run_directory({0: [*Training().begin(), stall_record(2, 4 * SECOND, 60)]})
-    why(argparse.Namespace(run=directory.name, json=False, native=False, all=False))
+    why(argparse.Namespace(run=directory.name, json=False, all=False))
     said = capsys.readouterr().out
     assert "stalled at 00:00:04 for 56.0 s, until its end: rank 1 in checkpoint (train.py:12); rank 0 waits" in said
     assert "\nwhat each rank was doing when dpmon detected it, at 00:00:14:\n   RANK  STEP  FOR" in said

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpmon.run.process_notes import READ_BYTES
 from dpmon.run.safe_files import open_file
 from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_count
@@ -79,10 +78,6 @@ class LogTail:
             return os.pread(self._fd, count, start) if self._fd >= 0 else b""
         except OSError:
             return b""
-
-    def last_bytes(self) -> bytes:
-        """Return the last bytes of the file, enough for a long traceback."""
-        return self._read(max(self.size - READ_BYTES, 0), READ_BYTES)
 
     def _freeze_old_rows(self) -> None:
         """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""

@@ -32,35 +32,15 @@ class QueuedEvent:
         """Whether a pause of the training starts with it."""
         return self.kind == "pause" and self.data.get("paused") is True
 
-    def record(self, step: int, call: int, steps_by_sample: Mapping[int, int]) -> Event:
-        """Return its record. `steps_by_sample`: for each memory sample, the last step that had started."""
+    def record(self, step: int, call: int) -> Event:
+        """Return its record, with the number of its step and of its call."""
         data = dict(self.data)
         if self.fill in ("next", "last"):
             data.update((key, value) for key, value in (("step", step), ("call", call)) if key in data)
             for key in _TEXTS:
                 if isinstance(text := data.get(key), str):
                     data[key] = text.replace("{step}", str(step)).replace("{call}", str(call))
-        data.pop("look", None)
-        if isinstance(devices := data.get("devices"), list):
-            data["devices"] = [_with_step(device, steps_by_sample) for device in devices]
         return Event(self.kind, data)
-
-    def referenced_memory_samples(self) -> list[int]:
-        """Return the numbers of the memory samples that it refers to."""
-        devices = self.data.get("devices")
-        device_list = devices if isinstance(devices, list) else []
-        samples = [device.get("peak_after_look") for device in device_list if isinstance(device, dict)]
-        return [sample for sample in (*samples, self.data.get("look")) if type(sample) is int]
-
-
-def _with_step(device: object, steps_by_sample: Mapping[int, int]) -> object:
-    if not isinstance(device, dict) or "peak_after_look" not in device:
-        return device
-    sample = device["peak_after_look"]
-    step = steps_by_sample.get(sample) if type(sample) is int else None
-    return {("peak_after_step" if key == "peak_after_look" else key): value for key, value in device.items()} | {
-        "peak_after_step": step
-    }
 
 
 class EventQueue:

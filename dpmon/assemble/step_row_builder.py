@@ -21,7 +21,6 @@ from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
 _MAX_CALL_FACTS = 1 << 15
-_MAX_MEMORY_SAMPLES = 64
 _NO_SPANS: Sequence[Span] = ()
 
 
@@ -41,13 +40,10 @@ class StepRowBuilder:
         self.fetches = FetchTracker()
         self.thread = -1
         """The training thread; -1 while unknown."""
-        self.steps_by_memory_sample = {0: 0}
-        """By number of a memory sample: the last step that had started."""
         self.awaiting_events: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.dropped = 0
         self.sampling = TimingIntervalController()
-        self._peak_samples: set[int] = set()
         self._totals = StepTotals()
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
         self._call_facts: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
@@ -97,8 +93,6 @@ class StepRowBuilder:
             if span.thread == thread or kind == Kind.OPTIMIZER_FREED:
                 if contents is not None:
                     totals.add(contents)
-                    for sample in contents.memory_samples:
-                        self.note_memory_sample(sample, last_started)
                 elif (phase := PHASE_OF[kind]) >= 0:
                     previous_ns = times[phase]
                     times[phase] = max(previous_ns, 0) + span.took
@@ -107,8 +101,6 @@ class StepRowBuilder:
                         totals.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
                     if flags & _NOT_PLAIN or phase == COPY:
                         totals.note_timing(span, phase)
-                elif kind == Kind.MEMORY:
-                    self.note_memory_sample(span.site, last_started)
             if calls or kind in PRIMITIVES:
                 self._record_calls(item)
             if kind == Kind.BACKWARD or (contents is not None and contents.backward):
@@ -257,21 +249,7 @@ class StepRowBuilder:
         self._emit_awaiting_events()
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
-        self._rows.add(event.record(step, call, self.steps_by_memory_sample))
-        peaks = event.referenced_memory_samples()
-        if peaks:
-            self._peak_samples = set(peaks)
-
-    def note_memory_sample(self, sample: int, step: int) -> None:
-        """Note that a memory sample was taken after `step` had started."""
-        self.steps_by_memory_sample[sample] = step
-        if len(self.steps_by_memory_sample) > 2 * _MAX_MEMORY_SAMPLES:
-            newest = list(self.steps_by_memory_sample)[-_MAX_MEMORY_SAMPLES:]
-            self.steps_by_memory_sample = {
-                sample: step
-                for sample, step in self.steps_by_memory_sample.items()
-                if sample in self._peak_samples or sample in newest
-            }
+        self._rows.add(event.record(step, call))
 
 
 def end_without_overhead(items: Sequence[Item], end: int) -> int:

@@ -117,14 +117,9 @@ def install() -> None:
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
     recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now))
 
-    def handle_new_optimizer() -> None:  # an optimizer has stepped for the first time
-        expect_model(missed=True)
-        memory.measure_soon()
-
-    optimizers.on_new_optimizer = handle_new_optimizer
+    optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
     modules.on_gpu_call = recorder.start_device_timing
-    modules.on_new_module = memory.measure_soon
 
     for index, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
         _replace_in_all_modules(originals.all[index], name, primitives.wrap_primitive(index))

@@ -95,8 +95,6 @@ class TracedModules:
         self.modules_by_id: dict[int, TracedModule] = {}
         """The traced functions refer to this dict: never replace it."""
         self._stand_ins: dict[int, FunctionalStandIn] = {}
-        self.on_new_module: Callable[[], None] = lambda: None
-        """Called when a module is called for the first time, or planned again."""
         self.on_gpu_call: Callable[[], None] = lambda: None
         """Called before the first call of a module on a GPU."""
         self.reset()
@@ -183,7 +181,6 @@ class TracedModules:
         if len(self.modules_by_id) >= MAX_MODULES:
             self.modules_by_id.clear()
         self.modules_by_id[id(module)] = traced_module
-        self.on_new_module()
         return traced_module
 
     def note_splits_itself(self, root: TracedModule) -> None:

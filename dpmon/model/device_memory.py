@@ -88,7 +88,8 @@ def _parse_device(device: Mapping[str, object]) -> DeviceMemory:
     parts = [_bytes(device.get(f"{name}_bytes")) for name in DeviceMemory._fields[1:6]]
     absent = device.get("absent")
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
-    return DeviceMemory(str(device["device"]), *parts, reasons, 1, [int(part is not None) for part in parts[:4]])
+    known = [int(part is not None) for part in parts[:4]]
+    return DeviceMemory._make((str(device["device"]), *parts, reasons, 1, known))
 
 
 def _merge(first: DeviceMemory, second: DeviceMemory) -> DeviceMemory:
@@ -98,7 +99,7 @@ def _merge(first: DeviceMemory, second: DeviceMemory) -> DeviceMemory:
     reasons = {**first.absent, **second.absent}
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
     known = [a + b for a, b in zip(first.known, second.known, strict=True)]
-    return DeviceMemory(first.device, *parts, None, reasons, first.processes + second.processes, known)
+    return DeviceMemory._make((first.device, *parts, None, reasons, first.processes + second.processes, known))
 
 
 def _bytes(value: object) -> int | None:

@@ -31,9 +31,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from signal import SIGINT, default_int_handler, getsignal
-from signal import signal as set_handler
-from threading import get_ident, main_thread
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -178,28 +176,6 @@ def _wrap_dp_init(original: Function, modes: ModeDecider, call_tracer: CallTrace
     return wrap_rare_function(original, modes.session.guard("new DataParallel"), on_init)
 
 
-def _no_interrupt(signal_number: int, frame: object) -> None:
-    """Handle SIGINT by doing nothing."""
-
-
-def _ignore_interrupts() -> bool:
-    """Ignore SIGINT if it raises KeyboardInterrupt; return whether it is ignored now.
-
-    A launcher may pass on a Ctrl-C that its ranks have already received. The second one may come after the script has
-    ended, while the interpreter calls its exit functions. In ours, Python would print a traceback and skip the rest.
-    """
-    if get_ident() != main_thread().ident:
-        return False
-    while True:
-        try:
-            if getsignal(SIGINT) is not default_int_handler:
-                return False
-            set_handler(SIGINT, _no_interrupt)
-            return True
-        except KeyboardInterrupt:  # it came a moment before
-            continue
-
-
 def _install_exit_hooks(
     session: Session,
     recorder: SpanRecorder,
@@ -211,33 +187,19 @@ def _install_exit_hooks(
 ) -> None:
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
+    def note_uncaught() -> None:  # shows which of several processes ended the run, and why
+        rank, _ = rank_and_world()
+        exception_note = describe_uncaught(rank)
+        if exception_note is not None:
+            append_note(exception_note, "endings.log")
+
     def finish() -> None:
-        for part in (responder, collectives, losses, recorder):
-            with session.guard("end of the process"):
-                part.at_exit()
-        try:
-            rank, _ = rank_and_world()
-            exception_note = describe_uncaught(rank)
-            if exception_note is not None:  # shows which of several processes ended the run, and why
-                append_note(exception_note, "endings.log")
-        except KeyboardInterrupt:  # from the user, for the script
-            raise
-        except BaseException as error:  # noqa: BLE001 - the interpreter is ending
-            session.count_error("exception that ends the process", error)
+        # A launcher may pass on a Ctrl-C that its ranks have already received. It ends at most one of these.
+        for end_part in (responder.at_exit, collectives.at_exit, losses.at_exit, recorder.at_exit, note_uncaught):
+            with suppress(KeyboardInterrupt), session.guard("end of the process"):
+                end_part()
 
-    def at_exit() -> None:
-        is_ignored = False
-        try:
-            with session.guard("end of the process"):
-                is_ignored = _ignore_interrupts()
-        finally:
-            try:
-                finish()
-            finally:
-                if is_ignored and getsignal(SIGINT) is _no_interrupt:
-                    set_handler(SIGINT, default_int_handler)
-
-    atexit.register(at_exit)
+    atexit.register(finish)
 
     def on_open(ring: SpanRing) -> None:
         recorder.attach_ring(ring)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -17,6 +16,7 @@ import pytest
 from dpmon.record.record_types import Step
 from dpmon.record.schema import TRAINING
 from dpmon.run import proc
+from dpmon.run.lifecycle import take_lock
 from dpmon.run.run_reader import RunReader
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord
@@ -43,11 +43,9 @@ def train(steps=10**9):
 """
 
 
-def supervised(script: TracedScript, pid: int | None = None) -> None:
-    """Write into run.json that this process, or another one, supervises the run."""
-    pid = os.getpid() if pid is None else pid
-    text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.start_time_s(pid)})
-    (script.directory / "run.json").write_text(text)
+def supervised(directory: Path) -> None:
+    """Hold the lock of the run's supervisor until the end of the tests."""
+    assert take_lock(directory) is not None
 
 
 def is_paused(ring: SpanReader | ScriptRing) -> bool:
@@ -82,7 +80,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, TracedRun
     place = tmp_path_factory.mktemp("pausing")
     alone = TracedScript(place, traced_script_text("pausing"), run=False)
     script = TracedScript(place, traced_script_text("pausing"), mode="script")
-    supervised(script)
+    supervised(script.directory)
     for name in LOOPS:
         assert script.line() == name
         ring = script.ring()
@@ -144,7 +142,7 @@ def steered(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     wait_for(lambda: ring.activity()[1] > 0, what="the training")
     ring.request_pause(True)
     wait_for(lambda: answered(ring), what="a refusal")
-    supervised(script)
+    supervised(script.directory)
 
     pause(ring)
     go_on(ring)
@@ -212,7 +210,7 @@ while (x := batches.get()) is not None:
 
 def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -> None:
     script = TracedScript(tmp_path, AHEAD)
-    supervised(script)
+    supervised(script.directory)
     ring = script.ring()
     for paused in (True, False):
         ring.request_pause(paused)
@@ -226,7 +224,7 @@ def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -
 
 def test_ranks_are_not_paused(tmp_path: Path) -> None:
     script = TracedScript(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
-    supervised(script)
+    supervised(script.directory)
     ring = script.ring()
     ring.request_pause(True)
     wait_for(lambda: answered(ring), what="an answer")
@@ -355,8 +353,7 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pause, go on and pause are requested while the training sleeps: it is one pause, and an interrupt ends it."""
-    about = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
-    (tmp_path / "run.json").write_text(json.dumps(about))
+    supervised(tmp_path)
     session = Session(TracerConfig(str(tmp_path), 0, "script", None, ()))
     assert session.ensure_open()
     reader = SpanReader(str(tmp_path / "process-0.ring"))

@@ -102,16 +102,12 @@ def install() -> None:
     gradients = GradientSync(session, recorder)
     collectives = CollectiveSampler(session, recorder)
 
-    def find_model() -> None:  # there are fetches or optimizer steps without calls
-        recorder.reset_interrupted_call()
-        roots.watch(missed=True)
-
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
             recorder.schedule_poll()
 
     session.on_give_up = recorder.stop_writing
-    recorder.on_idle, optimizers.on_no_call = find_model, roots.warn_no_call_seen
+    recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
     recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now))
 

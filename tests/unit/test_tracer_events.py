@@ -142,7 +142,8 @@ def test_the_stream_is_looked_up_once_and_is_the_current_one(monkeypatch: pytest
         def record(self, stream: tuple[int, int]) -> None:
             recorded.append(stream)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch._C, "_CudaEventBase", Event, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current.__getitem__, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     events = TorchEvents(Session(NO_OPTIONS))

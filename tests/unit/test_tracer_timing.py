@@ -10,6 +10,7 @@ import pytest
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import DOING, FLAGS_AT, Flag, Kind, unpack_span
+from dpmon.tracer.devices.device_timing import gpu_of
 from dpmon.tracer.steps.span_recorder import ThreadState
 from support.fake_devices import SimulatedProcess
 
@@ -90,9 +91,8 @@ def test_a_backward_pass_that_raises_has_taken_its_time_but_an_optimizer_has_non
 
 def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
     process = SimulatedProcess()
-    assert process.timing.begin_replica(("cpu", "cuda:1"), 0) is None
-    assert process.timing.begin_replica(("cpu",), 1) is None
-    mark = process.timing.begin_replica(("cpu", "cuda:1/3"), 1)
+    assert process.timing.begin_part(Kind.REPLICA, gpu_of("cpu")) is None
+    mark = process.timing.begin_part(Kind.REPLICA, gpu_of("cuda:1/3"))
     assert mark is not None
     assert mark.end_with_error() == Flag.TIMED << FLAGS_AT
     mark.set_span_number(5)
@@ -228,7 +228,7 @@ def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
         process.phase(Kind.FETCH, 1.0, raises)
     assert [*phases(process).values()][-1] == Flag.UNTIMED | Flag.FAILED
     marks: list[Any] = [process.timing.begin_copy(process.me, 0) for _ in range(100)]
-    marks.append(process.timing.begin_replica(("cuda:0",), 0))
+    marks.append(process.timing.begin_part(Kind.REPLICA, 0))
     for mark in marks:
         mark.mark_possible_end()
         assert mark.end() == mark.end_with_error() == Flag.UNTIMED << FLAGS_AT

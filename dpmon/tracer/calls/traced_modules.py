@@ -20,14 +20,6 @@ from dpmon.tracer.modes.mode_decision import ModeDecider
 MAX_MODULES = 1024
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
 _NO_EVENTS = "it was not timed: only calls of the training thread are timed"
-_UNSEPARATED = {
-    DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
-    FSDP: {
-        "all_gather": "the ranks gather the weights within forward and backward; this time is not separated",
-        "reduce_scatter": "the ranks reduce their gradients within the backward pass; this time is not separated",
-    },
-}
-"""By `via`: the ranks' collectives, and why they are not phases of a call."""
 
 
 class FunctionalStandIn:
@@ -208,7 +200,7 @@ def _describe_layout(traced_module: TracedModule, plan: CallPlan) -> dict[str, o
     devices, absent = plan.devices, {"device_ms": _HOST_ONLY if plan.on_cpu else _NO_EVENTS}
     if traced_module.stages is not None:
         devices, absent = traced_module.stages.devices, traced_module.stages.absent
-    absent = {**absent, **_UNSEPARATED.get(traced_module.via or "", {}), **traced_module.absent}
+    absent = {**absent, **traced_module.absent}
     layout = {"root": traced_module.model_name, "via": traced_module.via, "devices": list(devices), "absent": absent}
     return {**layout, "module": traced_module.model_number, "dim": traced_module.dim}
 

@@ -13,11 +13,6 @@ from typing import Any
 _TRACER_DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 Function = Callable[..., Any]
 """A function of torch or of the script."""
-CALL_FILES = tuple(
-    os.path.join(_TRACER_DIRECTORY, "calls", f"{name}.py")
-    for name in ("call_wrapper", "split_calls", "primitives", "roots")
-)
-"""Files with functions that are on the stack while a call is traced."""
 _UNCOUNTED: dict[CodeType, CodeType] = {}
 """Old and new code of the functions that were passed to `uncounted`."""
 

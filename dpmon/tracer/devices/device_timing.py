@@ -16,15 +16,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Event
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.cuda_events import TorchEvents
+
+if TYPE_CHECKING:
+    from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 MAX_FAULTS = 3
 MAX_UNREAD_PHASES = 256
@@ -49,15 +51,6 @@ def gpu_of(device: str) -> int:
 def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
     """Return the indices of the GPUs among the devices, each once, in order."""
     return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
-
-
-class SpanWriter(Protocol):
-    """The part of `SpanRecorder` that this module needs. It cannot import that class, which imports this module."""
-
-    session: Session
-    words: Any
-    training_thread: Any
-    put: Callable[[int, int, int, int], int]
 
 
 class DeviceSpan:
@@ -132,7 +125,7 @@ class PhaseTimer:
 class DeviceTimer:
     """The timer of one process's phases on its devices. Its methods never raise."""
 
-    def __init__(self, recorder: SpanWriter, events: TorchEvents | None = None) -> None:
+    def __init__(self, recorder: SpanRecorder, events: TorchEvents | None = None) -> None:
         self._recorder = recorder
         self._events = events or TorchEvents(recorder.session)
         self._free_events: dict[int, list[object]] = {}
@@ -216,7 +209,7 @@ class DeviceTimer:
     # ---------------------------------------------------------------- phases
 
     def begin(
-        self, thread: object, span_kind: int, gpus: Sequence[int] | None = None, *, is_call_phase: bool = False
+        self, thread: ThreadState, span_kind: int, gpus: Sequence[int] | None = None, *, is_call_phase: bool = False
     ) -> PhaseTimer | None:
         """Begin a phase on these GPUs, or on all GPUs of the step.
 
@@ -231,7 +224,7 @@ class DeviceTimer:
         last_spans = self.last_spans if is_call_phase else {}
         return PhaseTimer(self, span_kind, [self._begin_span(gpu, last_spans.get(gpu)) for gpu in gpus], is_call_phase)
 
-    def begin_call(self, thread: object, gpus: tuple[int, ...]) -> PhaseTimer | None:
+    def begin_call(self, thread: ThreadState, gpus: tuple[int, ...]) -> PhaseTimer | None:
         """Begin a call on the GPUs of its model."""
         if thread is not self._recorder.training_thread:
             return None
@@ -245,10 +238,6 @@ class DeviceTimer:
         self.last_spans.clear()
         return self.begin(thread, Kind.CALL, gpus)
 
-    def begin_replica(self, devices: Sequence[str], index: int) -> PhaseTimer | None:
-        """Begin a replica, on its own thread and stream."""
-        return self.begin_part(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
-
     def begin_part(self, span_kind: int, gpu: int) -> PhaseTimer | None:
         """Begin a part of a call of the training thread, on one GPU (-1: none). Any thread may call this."""
         if gpu < 0:
@@ -257,7 +246,7 @@ class DeviceTimer:
             return self._untimed_phase
         return PhaseTimer(self, span_kind, [self._begin_span(gpu)])
 
-    def begin_copy(self, thread: object, gpu: int) -> PhaseTimer | None:
+    def begin_copy(self, thread: ThreadState, gpu: int) -> PhaseTimer | None:
         """Begin a copy to one GPU."""
         self._copy_count += 1
         return (

@@ -61,8 +61,6 @@ class LoaderTracer:
         self._recorder.loops.clear()
         self._loops, self._datasets = count(1), count(1)
         """The numbers for the next loop and the next dataset."""
-        self._is_asking_length = False
-        """Whether a loader is being asked for its length, which may start the loader again."""
         self._event_count = self._last_event_ns = 0
         self._seen: IdentityTable[SeenObject] = IdentityTable()
         """The living loaders and their datasets."""
@@ -113,17 +111,12 @@ class LoaderTracer:
         if iterator.__dict__.get("_dataset_kind") != _DatasetKind.Map:
             return _ITERABLE_REASON
         if seen_loader.length is None:
-            if self._is_asking_length:
-                return "its length is being computed"
-            self._is_asking_length = True
             try:
                 with _preserve_rng_state(), torch._C.DisableTorchFunction():  # hides the call from the script's modes
                     seen_loader.length = len(iterator)
             except Exception as error:  # noqa: BLE001 - the script's own code may fail
                 raise_from_signal(error)
                 seen_loader.length = f"its __len__ raised {class_name(error)}"
-            finally:
-                self._is_asking_length = False
         return seen_loader.length
 
 

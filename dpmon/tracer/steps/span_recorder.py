@@ -24,7 +24,6 @@ import torch
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, HeaderWord, SpanRing
 from dpmon.tracer.core.hidden_frames import (
-    CALL_FILES,
     Function,
     copy_name_and_signature,
     drop_frames,
@@ -215,13 +214,6 @@ class SpanRecorder:
         self.training_thread = thread
         self.words[TRAINING_THREAD] = thread.number
         self.words[TRAINING_TID] = threading.get_native_id()
-
-    def reset_interrupted_call(self) -> None:
-        """Reset the calling thread's state if an interrupt left a call in it that is no longer running."""
-        thread = self.current_thread_state()
-        files = (frame.f_code.co_filename for frame in iter_callers(sys._getframe(1)))
-        if not any(file.startswith(CALL_FILES) for file in files):
-            thread.open_kind, thread.split_call, thread.root = 0, None, None
 
     # ---------------------------------------------------------------- writing
 

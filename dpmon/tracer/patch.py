@@ -45,9 +45,8 @@ from dpmon.tracer.calls.split_calls import SplitRunner
 from dpmon.tracer.calls.traced_modules import TracedModules
 from dpmon.tracer.collectives import CollectiveSampler, GradientSync
 from dpmon.tracer.core.exception_text import describe_uncaught
-from dpmon.tracer.core.hidden_frames import Function, hide_from_dynamo, wrap_rare_function
+from dpmon.tracer.core.hidden_frames import Function, hide_from_dynamo, replace_in_modules, wrap_rare_function
 from dpmon.tracer.core.session import Session, TracerConfig, rank_and_world
-from dpmon.tracer.devices.device_timing import cuda_starting
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.measurement import MemoryTracer
 from dpmon.tracer.modes.mode_decision import ModeDecider
@@ -116,11 +115,12 @@ def install() -> None:
     modules.on_gpu_call = recorder.start_device_timing
 
     for index, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
-        _replace_in_all_modules(originals.all[index], name, primitives.wrap_primitive(index))
+        replace_in_modules("torch.nn.parallel", name, originals.all[index], primitives.wrap_primitive(index))
     for index, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
         getattr(originals.functions, name).apply = primitives.wrap_primitive(index)
     functional = originals.data_parallel
-    _replace_in_all_modules(functional, "data_parallel", call_tracer.wrap_data_parallel(functional))
+    traced_functional = call_tracer.wrap_data_parallel(functional)
+    replace_in_modules("torch.nn.parallel", "data_parallel", functional, traced_functional)
     torch.nn.DataParallel.__init__ = _wrap_dp_init(construct, modes, call_tracer)  # type: ignore[method-assign]
     torch.nn.DataParallel.forward = call_tracer.wrap_forward(forward)  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__next__ = recorder.wrap_phase(Kind.FETCH, fetch)
@@ -140,23 +140,12 @@ def install() -> None:
     with session.guard("startup of the process", fatal=False):
         recorder.startup.install()
     roots.watch()
-    queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initializes CUDA
-    if isinstance(queued, list):
-        queued += [(cuda_starting.set, []), (modules.expect_moves_to_gpu, [])]
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (*parts, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
-
-
-def _replace_in_all_modules(original: object, name: str, wrapped: object) -> None:
-    """Put a function's traced form wherever a script may import it from, so that all imports get the same object."""
-    for submodule in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
-        module = importlib.import_module(f"torch.nn.parallel{submodule}")
-        if module.__dict__.get(name) is original:
-            setattr(module, name, wrapped)
 
 
 def _wrap_dp_init(original: Function, modes: ModeDecider, call_tracer: CallTracer) -> Function:

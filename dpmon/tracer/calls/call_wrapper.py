@@ -144,7 +144,7 @@ class CallTracer:
             if has_request and modes.apply_new_request():
                 self.traced_modules.forget_plans()
                 traced_module = None
-            if traced_module is not None and traced_module.may_have_moved:
+            if traced_module is not None and (traced_module.is_off_cpu or torch.cuda._initialized):  # it may have moved
                 device = traced_module.module_device
                 if device is not None and device.is_stale():
                     traced_module = None  # if the new plan fails, the call is not traced

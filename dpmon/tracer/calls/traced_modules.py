@@ -13,7 +13,7 @@ from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.calls.stages import StageTracer, make_stage_tracer
 from dpmon.tracer.core.module_tables import ModelNames, ModuleDevice, class_name, in_training_mode, is_distributed_class
 from dpmon.tracer.core.session import Session, SizeCache
-from dpmon.tracer.devices.device_timing import cuda_may_be_used, gpus_of
+from dpmon.tracer.devices.device_timing import gpus_of
 from dpmon.tracer.modes.call_plans import DP, SINGLE, CallPlan, holds_data_parallel, overrides
 from dpmon.tracer.modes.mode_decision import ModeDecider
 
@@ -70,8 +70,8 @@ class TracedModule:
         """Whether dp has worked for this module."""
         self.module_device: ModuleDevice | None = None
         """Where the module was when the plan was made; None if the plan does not depend on it."""
-        self.may_have_moved = False
-        """Whether the module may have moved since then."""
+        self.is_off_cpu = False
+        """Whether it was not on the CPU then."""
         self.overridden_names: tuple[str, ...] = ()
         """The methods of DataParallel that the script's subclass overrides."""
         self.absent: dict[str, str] = {}
@@ -100,11 +100,6 @@ class TracedModules:
         """Forget all plans. The next call of each module makes a new one."""
         self.modules_by_id.clear()
         self._stand_ins.clear()
-
-    def expect_moves_to_gpu(self) -> None:
-        """Expect modules to move to a GPU, because CUDA is or will be initialized."""
-        for traced_module in list(self.modules_by_id.values()):
-            traced_module.may_have_moved = traced_module.module_device is not None
 
     # ---------------------------------------------------------------- making them
 
@@ -162,7 +157,7 @@ class TracedModules:
         model = module.module if isinstance(module, FunctionalStandIn) else module
         traced_module.model_name, traced_module.model_number = self.model_names.name_and_number(model)
         device = None if traced_module.module_device is None else traced_module.module_device.device
-        traced_module.may_have_moved = device is not None and (device.type != "cpu" or cuda_may_be_used())
+        traced_module.is_off_cpu = device is not None and device.type != "cpu"
         traced_module.layout_bits = self.encode_layout(traced_module, traced_module.plan)
         self.modes.record_plan(traced_module.model_name, traced_module.plan)
         if traced_module.gpus:

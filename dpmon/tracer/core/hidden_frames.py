@@ -95,6 +95,14 @@ def wrap_rare_function(
     return copy_name_and_signature(wrapper, original)
 
 
+def replace_in_modules(package: str, name: str, original: object, wrapper: object) -> None:
+    """Put a wrapper wherever a script may import the original from: in all loaded modules of a package."""
+    for module_name, module in list(sys.modules.items()):
+        members = getattr(module, "__dict__", {})  # a script may put None there to forbid an import
+        if module_name.startswith(package) and members.get(name) is original:
+            members[name] = wrapper
+
+
 def hide_from_dynamo() -> None:
     """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
 

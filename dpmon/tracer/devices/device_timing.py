@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -357,15 +356,6 @@ def _hash_number(number: int) -> int:
     number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return number ^ number >> 16
-
-
-cuda_starting = Event()
-"""Set when CUDA is about to be initialized: from then on, other threads may use it before it counts as initialized."""
-
-
-def cuda_may_be_used() -> bool:
-    """Return whether CUDA is initialized, or about to be."""
-    return cuda_starting.is_set() or is_cuda_initialized()
 
 
 def is_cuda_initialized() -> bool:

@@ -7,8 +7,6 @@ an out-of-memory error; until then, the observer costs nothing.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from itertools import count
 from typing import Any
 
@@ -43,28 +41,9 @@ def statistics() -> dict[str, dict[str, object]]:
         torch_stats = torch.cuda.memory_stats(index)
         stats = {name: torch_stats.get(key) for name, key in _STATISTICS.items()}
         if stats["reserved_bytes"] or stats["peak_bytes"]:
-            statistics_by_device[f"cuda:{index}"] = {**stats, "uuid": _uuid_of(index)}
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # not in torch 2.4
+            statistics_by_device[f"cuda:{index}"] = {**stats, "uuid": None if uuid is None else str(uuid)}
     return statistics_by_device
-
-
-@cache
-def _uuid_of(index: int) -> str | None:
-    """Return the UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if unknown.
-
-    It comes from the driver (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and no version reports
-    the UUID of a MIG instance.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
-        get_uuid = driver.cuDeviceGetUuid_v2
-    except (OSError, AttributeError):
-        return None
-    device = ctypes.c_int()
-    raw = (ctypes.c_ubyte * 16)()
-    if driver.cuDeviceGet(ctypes.byref(device), index) or get_uuid(raw, device):
-        return None
-    text = bytes(raw).hex()
-    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 # ------------------------------------------------------------------------------------------------ out of memory

@@ -68,7 +68,7 @@ class ReplicaProbe:
             if self._probes.timer is not None:
                 devices = self._probes.traced_module.plan.devices
                 gpu = gpu_of(devices[self.index]) if self.index < len(devices) else -1
-                self._timer = self._probes.timer.begin_part(Kind.REPLICA, gpu)
+                self._timer = self._probes.timer.begin_part(gpu)
         except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
             recorder.session.count_error("inputs and outputs of a replica", error)
         self._start_ns = monotonic_ns()
@@ -100,7 +100,7 @@ class ReplicaProbe:
 
     def _write_failed(self, end_ns: int) -> None:
         """Write the span of a replica that raised."""
-        flag_bits = 0 if self._timer is None else self._timer.end_with_error()
+        flag_bits = 0 if self._timer is None else self._timer.end()
         self._write(end_ns, 0, flag_bits | Flag.FAILED << FLAGS_AT)
 
     def _write(self, end_ns: int, output_sizes: int, flag_bits: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from dpmon.record.shared_names import DDP, FSDP, RANK_MODES
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.calls.stages import StageTracer, make_stage_tracer
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import ModelNames, ModuleDevice, class_name, in_training_mode, is_distributed_class
 from dpmon.tracer.core.session import Session, SizeCache
 from dpmon.tracer.devices.device_timing import gpus_of
@@ -86,7 +87,7 @@ class TracedModules:
         self.modes = modes
         self.modules_by_id: dict[int, TracedModule] = {}
         """The traced functions refer to this dict: never replace it."""
-        self._stand_ins: dict[int, FunctionalStandIn] = {}
+        self._stand_ins: IdentityTable[FunctionalStandIn] = IdentityTable()
         self.on_gpu_call: Callable[[], None] = lambda: None
         """Called before the first call of a module on a GPU."""
         self.reset()
@@ -130,11 +131,9 @@ class TracedModules:
 
     def stand_in_for(self, module: object, placement: tuple[object, ...]) -> FunctionalStandIn:
         """Return the stand-in for a module passed to `data_parallel`. `placement`: devices, output device and dim."""
-        stand_in = self._stand_ins.get(id(module))
-        if stand_in is None or stand_in.placement != placement or stand_in.module is not module:
-            if len(self._stand_ins) >= MAX_MODULES:
-                self._stand_ins.clear()
-            stand_in = self._stand_ins[id(module)] = FunctionalStandIn(module, placement)
+        stand_in = self._stand_ins.get(module)
+        if stand_in is None or stand_in.placement != placement:
+            stand_in = self._stand_ins.set(module, FunctionalStandIn(module, placement))
         return stand_in
 
     def make_for_stand_in(self, stand_in: FunctionalStandIn) -> TracedModule:

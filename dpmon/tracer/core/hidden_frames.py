@@ -137,6 +137,7 @@ def _iter_own_code() -> Iterator[CodeType]:
         value = pending.pop()
         value = getattr(value, "fget", getattr(value, "__func__", value))
         code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
-        if isinstance(code, CodeType) and code.co_filename.startswith(package):
+        # The methods that dataclasses and named tuples generate are in "<string>".
+        if isinstance(code, CodeType) and code.co_filename.startswith((package, "<string>")):
             yield code
             pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

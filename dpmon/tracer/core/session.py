@@ -82,34 +82,32 @@ class TracerConfig:
         return self.replicas is not None or bool(self.devices)
 
 
+@dataclass(slots=True, eq=False)
 class SizeCache:
     """A cache of the last lone tensor's shape and dtype at one place, and of the number of their definition."""
 
-    __slots__ = ("definition", "dtype", "shape")
-
-    def __init__(self) -> None:
-        self.shape: object = None
-        self.dtype: object = None
-        self.definition = 0
+    shape: object = None
+    dtype: object = None
+    definition: int = 0
 
 
+@dataclass(eq=False)
 class TracerErrorGuard:
     """A context that keeps our faults away from the script: an exception of ours ends the block, and is counted.
 
     Exceptions of the script's signal handlers, and interrupts, pass through.
     """
 
-    def __init__(self, session: Session, operation: str, fatal: bool) -> None:
-        self._session = session
-        self._operation = operation
-        self._is_fatal = fatal
+    session: Session
+    operation: str
+    is_fatal: bool
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, error_class: type[BaseException] | None, error: Any, traceback: object) -> bool:
         if error_class is None or Exception not in error_class.__mro__:  # the script may have replaced isinstance
             return False
-        self._session.count_error(self._operation, error, self._is_fatal)
+        self.session.count_error(self.operation, error, self.is_fatal)
         return True
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +36,6 @@ MAX_WAIT_STEPS = 64
 MAX_TIMED_COPIES = 16
 """How many copies are timed in one step, so that enough events are left for the phases."""
 _TIMED, _UNTIMED = Flag.TIMED << FLAGS_AT, Flag.UNTIMED << FLAGS_AT
-_TIMED_IF_RAISED = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.CLOSURE, Kind.COPY))
-"""Phases that keep their device times even if they raise."""
-_PRIMITIVES = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
 def gpu_of(device: str) -> int:
@@ -52,43 +50,37 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
 
 
+@dataclass(slots=True, eq=False)
 class DeviceSpan:
     """A phase on one device: its time once it is known, or the reason why it stays unknown."""
 
-    __slots__ = ("device", "end_event", "ms", "reason", "shares_end", "shares_start", "start_event")
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.start_event: Any = None
-        self.end_event: Any = None
-        """The events at its start and its end. Without `end_event`, `ms` is known, or `reason` says why it is not."""
-        self.shares_start = False
-        """Whether `start_event` is the end event of the previous phase."""
-        self.shares_end = False
-        """Whether `end_event` is also the start event of the next phase, which then frees it."""
-        self.ms: float | None = None
-        self.reason = Untimed.NONE
+    device: int
+    start_event: Any = None
+    end_event: Any = None
+    """The events at its start and its end. Without `end_event`, `ms` is known, or `reason` says why it is not."""
+    shares_start: bool = False
+    """Whether `start_event` is the end event of the previous phase."""
+    shares_end: bool = False
+    """Whether `end_event` is also the start event of the next phase, which then frees it."""
+    ms: float | None = None
+    reason: int = Untimed.NONE
 
 
+@dataclass(slots=True, eq=False)
 class PhaseTimer:
     """The events around one phase, on each of its devices. Its methods never raise."""
 
-    __slots__ = ("_is_call_phase", "_span_kind", "_timer", "is_late", "span_number", "spans", "step_number")
-
-    def __init__(
-        self, device_timer: DeviceTimer, span_kind: int, spans: list[DeviceSpan], is_call_phase: bool = False
-    ) -> None:
-        """`spans`: empty in an untimed step. `is_call_phase`: the call's next phase may begin where this one ends."""
-        self._timer = device_timer
-        self._span_kind = span_kind
-        self._is_call_phase = is_call_phase
-        self.spans = spans
-        self.span_number = -1
-        """Number of the phase's span."""
-        self.step_number = 0
-        """Number of steps that had ended when the span was written."""
-        self.is_late = False
-        """Whether the times were written as unknown, although the events are not free yet."""
+    _timer: DeviceTimer
+    spans: list[DeviceSpan]
+    """Empty in an untimed step."""
+    _is_call_phase: bool = False
+    """Whether the call's next phase may begin where this one ends."""
+    span_number: int = -1
+    """Number of the phase's span."""
+    step_number: int = 0
+    """Number of steps that had ended when the span was written."""
+    is_late: bool = False
+    """Whether the times were written as unknown, although the events are not free yet."""
 
     def end(self) -> int:
         """End the phase; return the flags for its span's first word."""
@@ -104,15 +96,6 @@ class PhaseTimer:
         """Mark a possible end of the phase; the last one counts."""
         for span in self.spans:
             self._timer.mark_possible_end(span)
-
-    def end_with_error(self) -> int:
-        """End a phase that raised; return the flags for its span's first word."""
-        if self._span_kind in _TIMED_IF_RAISED or not self.spans:
-            return self.end()
-        for span in self.spans:
-            span.start_event = span.end_event = None
-            span.reason = span.reason or Untimed.RAISED
-        return 0 if self._span_kind in _PRIMITIVES else _TIMED
 
     def set_span_number(self, number: int) -> None:
         """Set the number of the phase's written span; -1 if it was not written."""
@@ -148,7 +131,7 @@ class DeviceTimer:
         """The phases with unread events, oldest first."""
         self._step_count = 0
         self._copy_count = 0
-        self._untimed_phase = PhaseTimer(self, 0, [])
+        self._untimed_phase = PhaseTimer(self, [])
         self.last_spans: dict[int, DeviceSpan] = {}
         """Per device: the last finished phase of the current call."""
 
@@ -208,7 +191,7 @@ class DeviceTimer:
     # ---------------------------------------------------------------- phases
 
     def begin(
-        self, thread: ThreadState, span_kind: int, gpus: Sequence[int] | None = None, *, is_call_phase: bool = False
+        self, thread: ThreadState, gpus: Sequence[int] | None = None, *, is_call_phase: bool = False
     ) -> PhaseTimer | None:
         """Begin a phase on these GPUs, or on all GPUs of the step.
 
@@ -221,7 +204,7 @@ class DeviceTimer:
         if self._skips_step:
             return self._untimed_phase
         last_spans = self.last_spans if is_call_phase else {}
-        return PhaseTimer(self, span_kind, [self._begin_span(gpu, last_spans.get(gpu)) for gpu in gpus], is_call_phase)
+        return PhaseTimer(self, [self._begin_span(gpu, last_spans.get(gpu)) for gpu in gpus], is_call_phase)
 
     def begin_call(self, thread: ThreadState, gpus: tuple[int, ...]) -> PhaseTimer | None:
         """Begin a call on the GPUs of its model."""
@@ -235,22 +218,20 @@ class DeviceTimer:
                 self._called_gpus = tuple(dict.fromkeys((*self._called_gpus, *gpus)))
                 self.step_gpus = tuple(dict.fromkeys((*self.step_gpus, *gpus)))
         self.last_spans.clear()
-        return self.begin(thread, Kind.CALL, gpus)
+        return self.begin(thread, gpus)
 
-    def begin_part(self, span_kind: int, gpu: int) -> PhaseTimer | None:
+    def begin_part(self, gpu: int) -> PhaseTimer | None:
         """Begin a part of a call of the training thread, on one GPU (-1: none). Any thread may call this."""
         if gpu < 0:
             return None
         if self._skips_step:
             return self._untimed_phase
-        return PhaseTimer(self, span_kind, [self._begin_span(gpu)])
+        return PhaseTimer(self, [self._begin_span(gpu)])
 
     def begin_copy(self, thread: ThreadState, gpu: int) -> PhaseTimer | None:
         """Begin a copy to one GPU."""
         self._copy_count += 1
-        return (
-            self.begin(thread, Kind.COPY, (gpu,)) if self._copy_count <= MAX_TIMED_COPIES or self._skips_step else None
-        )
+        return self.begin(thread, (gpu,)) if self._copy_count <= MAX_TIMED_COPIES or self._skips_step else None
 
     # ---------------------------------------------------------------- reading
 

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic_ns
 from typing import Any
@@ -34,18 +35,16 @@ _MAX_LENGTH = (1 << 32) - 2
 _ITERABLE_REASON = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
 
 
+@dataclass(eq=False)
 class SeenObject:
     """A loader or a dataset that has been seen."""
 
-    __slots__ = ("length", "number", "starts")
-
-    def __init__(self) -> None:
-        self.number = 0
-        """The number of a dataset, from 1."""
-        self.starts = 0
-        """How often a loader has started."""
-        self.length: int | str | None = None
-        """The number of a loader's batches, or why it is unknown; None until the loader was asked."""
+    number: int = 0
+    """The number of a dataset, from 1."""
+    starts: int = 0
+    """How often a loader has started."""
+    length: int | str | None = None
+    """The number of a loader's batches, or why it is unknown; None until the loader was asked."""
 
 
 class LoaderTracer:

@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import nan
 from time import monotonic_ns, sleep
@@ -62,23 +63,23 @@ def _is_script_file(file: str) -> bool:
     return is_script_file(file) and not _is_hidden(file)
 
 
+@dataclass(slots=True, eq=False)
 class BackwardCaller:
     """A line of the script that calls backward, itself or through a library."""
 
-    __slots__ = ("has_reason", "location", "losses", "newest", "next_ns", "start_ns", "was_stepping")
-
-    def __init__(self, location: str) -> None:
-        self.location = location
-        self.has_reason = False
-        """Whether the first reason why there is no loss was written."""
-        self.next_ns = 0
-        """When the next loss may be written (monotonic ns)."""
-        self.losses: list[torch.Tensor] = []
-        """The detached losses of the passes since the last update."""
-        self.start_ns, self.was_stepping = 0, False
-        """Start of the last pass, and whether it ran inside an optimizer step."""
-        self.newest: tuple[int, list[torch.Tensor]] | None = None
-        """`start_ns` and `losses` of the last update, if they are not written yet."""
+    location: str
+    has_reason: bool = False
+    """Whether the first reason why there is no loss was written."""
+    next_ns: int = 0
+    """When the next loss may be written (monotonic ns)."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """The detached losses of the passes since the last update."""
+    start_ns: int = 0
+    """Start of the last pass."""
+    was_stepping: bool = False
+    """Whether the last pass ran inside an optimizer step."""
+    newest: tuple[int, list[torch.Tensor]] | None = None
+    """`start_ns` and `losses` of the last update, if they are not written yet."""
 
 
 class PendingCopy(NamedTuple):

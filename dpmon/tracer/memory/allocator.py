@@ -40,7 +40,7 @@ def statistics() -> dict[str, dict[str, object]]:
         torch_stats = torch.cuda.memory_stats(index)
         stats = {name: torch_stats.get(key) for name, key in _STATISTICS.items()}
         if stats["reserved_bytes"] or stats["peak_bytes"]:
-            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # not in torch 2.4
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # older versions of torch lack it
             statistics_by_device[f"cuda:{index}"] = {**stats, "uuid": None if uuid is None else str(uuid)}
     return statistics_by_device
 

@@ -269,7 +269,7 @@ class DeviceTimer:
         """Write the known times. `unread_reason`: if not NONE, write all other times as unknown, with this reason."""
         unread_phases = self._unread_phases
         try:
-            if unread_phases and not self._is_capturing():
+            if unread_phases and not self._events.is_capturing():
                 while unread_phases and all(map(self._try_read_time, unread_phases[0].spans)):
                     if not unread_phases[0].is_late:
                         self._write_times(unread_phases[0], Untimed.NONE)
@@ -285,14 +285,6 @@ class DeviceTimer:
         except Exception as error:  # noqa: BLE001 - the training continues
             self._count_fault(error)
         self._is_behind = self._is_above_limit(2)
-
-    def _is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured. Never raises."""
-        try:
-            return self._events.is_capturing()
-        except Exception as error:  # noqa: BLE001 - times are lost, the training is not
-            self._count_fault(error)
-            return False
 
     def _try_read_time(self, span: DeviceSpan) -> bool:
         """Read the time of a phase on one device. Return False if the device has not reached the phase's end."""

@@ -31,7 +31,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -179,10 +178,12 @@ def _install_exit_hooks(
             append_note(exception_note, "endings.log")
 
     def finish() -> None:
-        # A launcher may pass on a Ctrl-C that its ranks have already received. It ends at most one of these.
         for end_part in (responder.at_exit, collectives.at_exit, losses.at_exit, recorder.at_exit, note_uncaught):
-            with suppress(KeyboardInterrupt), session.guard("end of the process"):
-                end_part()
+            with session.guard("end of the process"):
+                try:
+                    end_part()
+                except KeyboardInterrupt:  # a launcher may pass on a Ctrl-C that its ranks have already received
+                    end_part()
 
     atexit.register(finish)
 

@@ -22,7 +22,7 @@ with `python docs/records.py > docs/records.md`.
   list or an object is JSON in one cell.
 - The column "metric" names what `--metrics` writes: a gauge for a field, a counter for a quantity of a step.
 - Earlier development versions also had these fields: `queue_ms`, `alg_bytes_s` and `bus_bytes_s` of `collective`;
-  `left_out` and `left_out_s` of `loader`.
+  `left_out` and `left_out_s` of `loader`; `shared_bytes`, `shared_files` and `peak_after_step` of `memory`.
 """
 _PHASES = """\
 ## Phases of a step

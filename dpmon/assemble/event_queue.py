@@ -28,19 +28,14 @@ class QueuedEvent(NamedTuple):
         """Whether a pause of the training starts with it."""
         return self.kind == "pause" and self.data.get("paused") is True
 
-    def record(self, step: int, call: int, steps_by_sample: Mapping[int, int]) -> Event:
-        """Return its record. `steps_by_sample`: for each memory sample, the last step that had started."""
+    def record(self, step: int, call: int) -> Event:
+        """Return its record, with the number of its step and of its call."""
         data = self.data
         if self.fill is not None:
             data.update((key, value) for key, value in (("step", step), ("call", call)) if key in data)
             for key in _TEXTS:
                 if isinstance(text := data.get(key), str):
                     data[key] = text.replace("{step}", str(step)).replace("{call}", str(call))
-        if self.kind == "memory":
-            data["devices"] = [
-                {**device, "peak_after_step": steps_by_sample.get(device["peak_after_step"])}
-                for device in data["devices"]
-            ]
         return Event(self.kind, data)
 
 

@@ -103,7 +103,6 @@ class BlockContents(PhaseSums):
         """By number of a call's span: its phases, replicas and stages."""
         self.by_script: list[Span] = []
         """The primitives that the script calls itself, in order."""
-        self.memory_samples: list[int] = []
         self._within: list[tuple[int, int, int, int]] = []
         """Spans that the next span may enclose, as (start, duration, phase, number or -1 if not timed on devices)."""
         self._open_parts: list[Span] = []
@@ -148,8 +147,6 @@ class BlockContents(PhaseSums):
             self.backward = True
         elif kind in COUNTED:
             self.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
-        elif kind == Kind.MEMORY:
-            self.memory_samples.append(span.site)
         elif kind == Kind.SYNC:
             self._add_sync(span)
             if flags & Flag.UNSYNCED:

@@ -204,17 +204,13 @@ class StepBoundaryFinder:
                 row_builder.place_event(item, row_builder.number)
             elif item.span.thread != row_builder.thread:
                 row_builder.add_calls_outside_step(item)
-            elif item.span.kind == Kind.MEMORY:
-                row_builder.note_memory_sample(item.span.site, row_builder.number)
 
     # ------------------------------------------------------------------------------------------ without a loader
 
     def _handle_outside_step(self, block: Block) -> None:
         """Handle a block that belongs to no step."""
         span, _, optimizers, contents = block
-        if span.kind == Kind.MEMORY:
-            self._row_builder.note_memory_sample(span.site, self._row_builder.number)
-        elif span.kind == Kind.OPTIMIZER_FREED:
+        if span.kind == Kind.OPTIMIZER_FREED:
             self._cycle.forget_optimizer(span.site)
         if span.kind == Kind.BACKWARD or optimizers or (contents is not None and contents.backward):
             self.has_trained = True

@@ -20,8 +20,6 @@ from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
-_MAX_MEMORY_SAMPLES = 1 << 16
-"""Those of four days, because a sample is taken every 5 s at most."""
 _NO_SPANS: Sequence[Span] = ()
 
 
@@ -39,8 +37,6 @@ class StepRowBuilder:
         self.fetches = FetchTracker()
         self.thread = -1
         """The training thread; -1 while unknown."""
-        self.steps_by_memory_sample = {0: 0}
-        """By number of a memory sample: the last step that had started. Sample 0: before the first one."""
         self.awaiting_events: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.dropped = 0
@@ -90,8 +86,6 @@ class StepRowBuilder:
             if span.thread == thread or kind == Kind.OPTIMIZER_FREED:
                 if contents is not None:
                     totals.add(contents)
-                    for sample in contents.memory_samples:
-                        self.note_memory_sample(sample, last_started)
                 elif (phase := PHASE_OF[kind]) >= 0:
                     previous_ns = times[phase]
                     times[phase] = max(previous_ns, 0) + span.took
@@ -100,8 +94,6 @@ class StepRowBuilder:
                         totals.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
                     if flags & _NOT_PLAIN or phase == COPY:
                         totals.note_timing(span, phase)
-                elif kind == Kind.MEMORY:
-                    self.note_memory_sample(span.site, last_started)
             if calls or kind in PRIMITIVES:
                 self._record_calls(item)
             if kind == Kind.BACKWARD or (contents is not None and contents.backward):
@@ -229,13 +221,7 @@ class StepRowBuilder:
         self._emit_awaiting_events()
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
-        self._rows.add(event.record(step, call, self.steps_by_memory_sample))
-
-    def note_memory_sample(self, sample: int, step: int) -> None:
-        """Note that a memory sample was taken after `step` had started."""
-        self.steps_by_memory_sample[sample] = step
-        if len(self.steps_by_memory_sample) > _MAX_MEMORY_SAMPLES:
-            del self.steps_by_memory_sample[next(iter(self.steps_by_memory_sample))]
+        self._rows.add(event.record(step, call))
 
 
 def end_without_overhead(items: Sequence[Item], end: int) -> int:

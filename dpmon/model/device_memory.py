@@ -25,8 +25,6 @@ class DeviceMemory(NamedTuple):
     peak: int | None
     """Peak of torch's allocations; None for several processes: their peaks may come at different times."""
     absent: Mapping[str, str]
-    shared: Mapping[str, int] = {}
-    """Bytes of each part of the model in shared memory, which counts once for all processes that hold it."""
     processes: int = 1
     """Number of processes, with those that are not measured yet."""
     known: Sequence[int] = ()
@@ -78,10 +76,7 @@ def missing_value_reasons(row: DeviceMemory) -> list[tuple[str, str]]:
             reason_text = row.absent.get(f"{name}_bytes")
             others = f"{known} of {row.processes} processes" + (f" (others: {reason_text})" if reason_text else "")
             names_by_reason.setdefault(others, []).append(name)
-    rows = [(" and ".join(names), reason) for reason, names in names_by_reason.items()]
-    if row.shared and len(row.shared) < row.known[0]:
-        rows.append(("model", "its part in shared memory is counted once"))
-    return rows
+    return [(" and ".join(names), reason) for reason, names in names_by_reason.items()]
 
 
 def _is_negligible(row: DeviceMemory) -> bool:
@@ -91,25 +86,20 @@ def _is_negligible(row: DeviceMemory) -> bool:
 
 def _parse_device(device: Mapping[str, object]) -> DeviceMemory:
     parts = [_bytes(device.get(f"{name}_bytes")) for name in DeviceMemory._fields[1:6]]
-    absent, files = device.get("absent"), device.get("shared_files")
+    absent = device.get("absent")
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
-    shared = {files: min(_bytes(device.get("shared_bytes")) or 0, parts[0] or 0)} if isinstance(files, str) else {}
-    return DeviceMemory._make(
-        (str(device["device"]), *parts, reasons, shared, 1, [int(part is not None) for part in parts[:4]])
-    )
+    known = [int(part is not None) for part in parts[:4]]
+    return DeviceMemory._make((str(device["device"]), *parts, reasons, 1, known))
 
 
 def _merge(first: DeviceMemory, second: DeviceMemory) -> DeviceMemory:
-    model, *others = (
+    parts = (
         None if a is None and b is None else (a or 0) + (b or 0) for a, b in zip(first[1:5], second[1:5], strict=True)
     )
-    shared_twice = sum(min(size, second.shared.get(files, 0)) for files, size in first.shared.items())
-    model = None if model is None else model - shared_twice
     reasons = {**first.absent, **second.absent}
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
     known = [a + b for a, b in zip(first.known, second.known, strict=True)]
-    shared, processes = {**first.shared, **second.shared}, first.processes + second.processes
-    return DeviceMemory._make((first.device, model, *others, None, reasons, shared, processes, known))
+    return DeviceMemory._make((first.device, *parts, None, reasons, first.processes + second.processes, known))
 
 
 def _bytes(value: object) -> int | None:

@@ -145,10 +145,12 @@ def mode_periods(changes: Iterable[ModeChange], process: int) -> list[ModePeriod
 def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> dict[str, dict[str, Peak]]:
     """Return torch's peak of allocated memory by mode and device.
 
-    The peak never falls, so a peak from before a mode is only an upper bound for that mode.
+    The peak never falls, so a peak that did not grow in a mode is only an upper bound for that mode.
     """
     peaks_by_mode: dict[str, dict[str, Peak]] = {}
-    for index, period in list(enumerate(periods))[-_VISITS:]:
+    earlier_bytes: dict[str, int] = {}
+    first_index = max(len(periods) - _VISITS, 0)
+    for index, period in list(enumerate(periods))[first_index:]:
         end_ns = periods[index + 1].begin_ns if index + 1 < len(periods) else LAST_NS
         is_only_mode = len({earlier.mode for earlier in periods[: index + 1]}) == 1
         event = read_newest_memory(store, [process], end_ns).get(process)
@@ -158,11 +160,12 @@ def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> d
             if not isinstance(device, Mapping):
                 continue
             name, peak = text_member(device, "device"), int_member(device, "peak_bytes")
-            peak_step = int_member(device, "peak_after_step")
             if name is None or peak is None or peak < 0:
                 continue
             previous = peaks.get(name)
-            if is_only_mode or (peak_step is not None and peak_step >= period.step):
+            has_grown = index > first_index and peak > earlier_bytes.get(name, 0)
+            earlier_bytes[name] = peak
+            if is_only_mode or has_grown:
                 peaks[name] = Peak(
                     max(peak, previous.bytes if previous is not None and previous.exact else 0), exact=True
                 )

@@ -24,7 +24,7 @@ ELSEWHERE = "elsewhere"
 class Untimed:
     """Reasons for an unknown device time, as numbers; dpmon.record.record_types.UNTIMED has the texts."""
 
-    NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
+    NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(11)
 
 
 MORE = "\u2026"

@@ -103,7 +103,6 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             {
                 **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),
                 "known": dict(zip(_MEMORY_PARTS, row.known, strict=True)),
-                "shared_bytes": sum(row.shared.values()),
                 "absent": {
                     name: reason for name, reason in row.absent.items() if getattr(row, name[:-6], None) is None
                 },

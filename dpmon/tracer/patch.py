@@ -31,9 +31,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from signal import SIGINT, default_int_handler, getsignal
-from signal import signal as set_handler
-from threading import get_ident, main_thread
 from typing import Any
 
 import torch
@@ -47,9 +44,8 @@ from dpmon.tracer.calls.split_calls import SplitRunner
 from dpmon.tracer.calls.traced_modules import TracedModules
 from dpmon.tracer.collectives import CollectiveSampler, GradientSync
 from dpmon.tracer.core.exception_text import describe_uncaught
-from dpmon.tracer.core.hidden_frames import Function, hide_from_dynamo, wrap_rare_function
+from dpmon.tracer.core.hidden_frames import Function, hide_from_dynamo, replace_in_modules, wrap_rare_function
 from dpmon.tracer.core.session import Session, TracerConfig, rank_and_world
-from dpmon.tracer.devices.device_timing import cuda_starting
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.measurement import MemoryTracer
 from dpmon.tracer.modes.mode_decision import ModeDecider
@@ -104,34 +100,26 @@ def install() -> None:
     gradients = GradientSync(session, recorder)
     collectives = CollectiveSampler(session, recorder)
 
-    def find_model() -> None:  # there are fetches or optimizer steps without calls
-        recorder.reset_interrupted_call()
-        roots.watch(missed=True)
-
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
             recorder.schedule_poll()
 
     session.on_give_up = recorder.stop_writing
-    recorder.on_idle, optimizers.on_no_call = find_model, roots.warn_no_call_seen
+    recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
     recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now))
 
-    def handle_new_optimizer() -> None:  # an optimizer has stepped for the first time
-        expect_model(missed=True)
-        memory.measure_soon()
-
-    optimizers.on_new_optimizer = handle_new_optimizer
+    optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
     modules.on_gpu_call = recorder.start_device_timing
-    modules.on_new_module = memory.measure_soon
 
     for index, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
-        _replace_in_all_modules(originals.all[index], name, primitives.wrap_primitive(index))
+        replace_in_modules("torch.nn.parallel", name, originals.all[index], primitives.wrap_primitive(index))
     for index, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
         getattr(originals.functions, name).apply = primitives.wrap_primitive(index)
     functional = originals.data_parallel
-    _replace_in_all_modules(functional, "data_parallel", call_tracer.wrap_data_parallel(functional))
+    traced_functional = call_tracer.wrap_data_parallel(functional)
+    replace_in_modules("torch.nn.parallel", "data_parallel", functional, traced_functional)
     torch.nn.DataParallel.__init__ = _wrap_dp_init(construct, modes, call_tracer)  # type: ignore[method-assign]
     torch.nn.DataParallel.forward = call_tracer.wrap_forward(forward)  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__next__ = recorder.wrap_phase(Kind.FETCH, fetch)
@@ -151,23 +139,12 @@ def install() -> None:
     with session.guard("startup of the process", fatal=False):
         recorder.startup.install()
     roots.watch()
-    queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initializes CUDA
-    if isinstance(queued, list):
-        queued += [(cuda_starting.set, []), (modules.expect_moves_to_gpu, [])]
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (*parts, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
-
-
-def _replace_in_all_modules(original: object, name: str, wrapped: object) -> None:
-    """Put a function's traced form wherever a script may import it from, so that all imports get the same object."""
-    for submodule in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
-        module = importlib.import_module(f"torch.nn.parallel{submodule}")
-        if module.__dict__.get(name) is original:
-            setattr(module, name, wrapped)
 
 
 def _wrap_dp_init(original: Function, modes: ModeDecider, call_tracer: CallTracer) -> Function:
@@ -183,28 +160,6 @@ def _wrap_dp_init(original: Function, modes: ModeDecider, call_tracer: CallTrace
     return wrap_rare_function(original, modes.session.guard("new DataParallel"), on_init)
 
 
-def _no_interrupt(signal_number: int, frame: object) -> None:
-    """Handle SIGINT by doing nothing."""
-
-
-def _ignore_interrupts() -> bool:
-    """Ignore SIGINT if it raises KeyboardInterrupt; return whether it is ignored now.
-
-    A launcher may pass on a Ctrl-C that its ranks have already received. The second one may come after the script has
-    ended, while the interpreter calls its exit functions. In ours, Python would print a traceback and skip the rest.
-    """
-    if get_ident() != main_thread().ident:
-        return False
-    while True:
-        try:
-            if getsignal(SIGINT) is not default_int_handler:
-                return False
-            set_handler(SIGINT, _no_interrupt)
-            return True
-        except KeyboardInterrupt:  # it came a moment before
-            continue
-
-
 def _install_exit_hooks(
     session: Session,
     recorder: SpanRecorder,
@@ -216,33 +171,21 @@ def _install_exit_hooks(
 ) -> None:
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
+    def note_uncaught() -> None:  # shows which of several processes ended the run, and why
+        rank, _ = rank_and_world()
+        exception_note = describe_uncaught(rank)
+        if exception_note is not None:
+            append_note(exception_note, "endings.log")
+
     def finish() -> None:
-        for part in (responder, collectives, losses, recorder):
+        for end_part in (responder.at_exit, collectives.at_exit, losses.at_exit, recorder.at_exit, note_uncaught):
             with session.guard("end of the process"):
-                part.at_exit()
-        try:
-            rank, _ = rank_and_world()
-            exception_note = describe_uncaught(rank)
-            if exception_note is not None:  # shows which of several processes ended the run, and why
-                append_note(exception_note, "endings.log")
-        except KeyboardInterrupt:  # from the user, for the script
-            raise
-        except BaseException as error:  # noqa: BLE001 - the interpreter is ending
-            session.count_error("exception that ends the process", error)
+                try:
+                    end_part()
+                except KeyboardInterrupt:  # a launcher may pass on a Ctrl-C that its ranks have already received
+                    end_part()
 
-    def at_exit() -> None:
-        is_ignored = False
-        try:
-            with session.guard("end of the process"):
-                is_ignored = _ignore_interrupts()
-        finally:
-            try:
-                finish()
-            finally:
-                if is_ignored and getsignal(SIGINT) is _no_interrupt:
-                    set_handler(SIGINT, default_int_handler)
-
-    atexit.register(at_exit)
+    atexit.register(finish)
 
     def on_open(ring: SpanRing) -> None:
         recorder.attach_ring(ring)

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from dpmon.gpu.device_record import bare_uuid
-from dpmon.record.span_format import Kind
 from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.devices.cuda_events import TorchEvents
 from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer
@@ -187,7 +186,7 @@ class RealDevice(SimulatedProcess):
         self.timing = self.recorder.device_timer = DeviceTimer(self.recorder, events)
 
     def begin(self, *, shares: bool = False) -> PhaseTimer:
-        mark = self.timing.begin(self.me, Kind.GATHER, (0,), is_call_phase=shares)
+        mark = self.timing.begin(self.me, (0,), is_call_phase=shares)
         assert mark is not None
         return mark
 

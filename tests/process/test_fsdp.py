@@ -112,8 +112,6 @@ def test_each_call_has_the_sizes_on_its_rank(run: Run, form: str, rank: int) -> 
     assert {(call["root"], call["via"], call["mode"], call["virtual"]) for call in calls} == {
         ("Net", FORMS[form], "single", False)
     }
-    if FORMS[form]:
-        assert {"all_gather", "reduce_scatter"} <= set(calls[0]["absent"])
     found = [[call["step"], call["grad"], sizes(call["inputs"]), sizes(call["outputs"])] for call in calls]
     counted = own(run.outcome, form, rank)["calls"]  # the script numbers the evaluation after the training
     assert found == [[step if step <= STEPS else step - STEPS, *rest] for step, *rest in counted]

@@ -25,36 +25,9 @@ def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> 
     said = result.printed
     assert cpu["device"] == "cpu"
     assert {name: cpu[f"{name}_bytes"] for name in said} == said
-    for name in ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes", "peak_after_step"):
+    for name in ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes"):
         assert cpu[name] is None
         assert "no statistics" in cpu["absent"][name]
-
-
-SHARED = """
-import os, sys
-import torch
-model = torch.nn.Linear(4, 4).share_memory()
-model.register_buffer("own", torch.zeros(3))
-for _ in range(6):
-    model(torch.ones(2, 4)).sum().backward()
-if os.fork():
-    os.wait()
-    print(sum(tensor.nbytes for tensor in model.parameters()))
-else:
-    if len(sys.argv) > 1:
-        model = torch.nn.Linear(4, 4).share_memory()
-    for _ in range(6):
-        model(torch.ones(2, 4)).sum().backward()
-"""
-
-
-@pytest.mark.parametrize("another", [[], ["another"]])
-def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path, another: list[str]) -> None:
-    result = run_traced(tmp_path, SHARED, *another)
-    (cpu,) = result.events("memory", 0)[-1].data["devices"]
-    assert cpu["shared_bytes"] == result.printed == cpu["model_bytes"] - 3 * 4
-    (child,) = result.events("memory", 1)[-1].data["devices"]
-    assert (cpu["shared_files"] == child["shared_files"]) == (not another)
 
 
 # ------------------------------------------------------------------------------------------------ parts of it
@@ -205,8 +178,9 @@ for x in loader:
 """,
         {"optimizer": 0},
     ),
-    "a model first called after the first measurement of a short run": (
-        """\
+    "a model first called after the first measurement": (
+        EVERY_STEP
+        + """\
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x in batches:
     learn(optimizer, model(x))
@@ -218,7 +192,8 @@ for x in batches:
         {"model": WEIGHTS + OTHERS},
     ),
     "an optimizer that first steps after the first measurement": (
-        """\
+        EVERY_STEP
+        + """\
 one, two = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
 for number, x in enumerate(batches):
     learn(one, model(x) + other(x[:, :15]).detach())
@@ -272,7 +247,7 @@ with torch.no_grad():
     for x in torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4):
         model(x)
 """
-REASON = "1 of its tensors does not report its size (LinearPackedParams); the others hold 420 bytes on this device"
+REASON = "the size of 1 of its tensors is unknown"
 
 
 @pytest.mark.slow

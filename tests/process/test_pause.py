@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ import pytest
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import TRAINING
 from dpmon.run import proc
+from dpmon.run.lifecycle import take_lock
 from dpmon.run.run_reader import RunReader
 from dpmon.span_reader import SpanReader
 from support.history_builders import snapshot_of_directory, snapshot_of_rows
@@ -37,11 +37,9 @@ def train(steps=10**9):
 """
 
 
-def supervised(script: TracedScript, pid: int | None = None) -> None:
-    """Write into run.json that this process, or another one, supervises the run."""
-    pid = os.getpid() if pid is None else pid
-    text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.start_time_s(pid)})
-    (script.directory / "run.json").write_text(text)
+def supervised(directory: Path) -> None:
+    """Hold the lock of the run's supervisor until the end of the tests."""
+    assert take_lock(directory) is not None
 
 
 def is_paused(ring: SpanReader | ScriptRing) -> bool:
@@ -76,7 +74,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, TracedRun
     place = tmp_path_factory.mktemp("pausing")
     alone = TracedScript(place, traced_script_text("pausing"), run=False)
     script = TracedScript(place, traced_script_text("pausing"), mode="script")
-    supervised(script)
+    supervised(script.directory)
     for name in LOOPS:
         assert script.line() == name
         ring = script.ring()
@@ -138,7 +136,7 @@ def steered(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     wait_for(lambda: ring.activity()[1] > 0, what="the training")
     ring.request_pause(True)
     wait_for(lambda: answered(ring), what="a refusal")
-    supervised(script)
+    supervised(script.directory)
 
     pause(ring)
     go_on(ring)
@@ -206,7 +204,7 @@ while (x := batches.get()) is not None:
 
 def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -> None:
     script = TracedScript(tmp_path, AHEAD)
-    supervised(script)
+    supervised(script.directory)
     ring = script.ring()
     for paused in (True, False):
         ring.request_pause(paused)
@@ -220,7 +218,7 @@ def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -
 
 def test_ranks_are_not_paused(tmp_path: Path) -> None:
     script = TracedScript(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
-    supervised(script)
+    supervised(script.directory)
     ring = script.ring()
     ring.request_pause(True)
     wait_for(lambda: answered(ring), what="an answer")

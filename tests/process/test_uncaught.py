@@ -11,6 +11,7 @@ import pytest
 from dpmon.run.failure_cause import STATUSES, find_first_failure
 from dpmon.run.process_notes import UncaughtException, trim_launcher_lines
 from support.run_harness import Dpmon
+from support.tracer_harness import run_traced
 
 pytestmark = pytest.mark.slow
 
@@ -193,6 +194,47 @@ def test_a_handled_exception_did_not_end_the_run(dpmon: Dpmon) -> None:
     assert "s: ZeroDivisionError" not in run.errors
     assert dpmon.exit()["cause"] is None
     assert "An exception ended the run" not in dpmon.run("report").text
+
+
+INTERRUPTED = """\
+import os, signal, sys, torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ours = sys.modules["dpmon.tracer.patch"]
+owners = {
+    "begins": (ours.ResponderThread, "at_exit"),
+    "second": (ours.CollectiveSampler, "at_exit"),
+    "last": (ours, "append_note"),
+}
+owner, name = owners[sys.argv[1]]
+original = getattr(owner, name)
+
+def interrupted(*words):
+    if getattr(owner, name) is not original:
+        setattr(owner, name, original)
+        print("interrupted", flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+    return original(*words)
+
+setattr(owner, name, interrupted)
+raise ValueError("no data")
+"""
+
+
+@pytest.mark.parametrize("when", ["begins", "second", "last"])
+def test_an_interrupt_while_the_tracer_ends(tmp_path: Path, when: str) -> None:
+    """A launcher passes on the Ctrl-C that its ranks have got already."""
+    run = run_traced(tmp_path, INTERRUPTED, when)
+    assert (run.status, run.out) == (1, "interrupted\n")
+    assert run.err.splitlines()[-1] == "ValueError: no data"
+    assert "Exception ignored" not in run.err
+    assert "ValueError" in (run.directory / "endings.log").read_text()
+    assert run.complaints == []
+    assert len(run.steps()) == 3
 
 
 class _Info:

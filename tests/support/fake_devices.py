@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 _TESTS = Path(__file__).parents[1]
-NVML_SOURCE, CUDA_SOURCE = (_TESTS / "nvml" / name for name in ("fake_nvml.c", "fake_cuda.c"))
-SONAMES = {NVML_SOURCE: "libnvidia-ml.so.1", CUDA_SOURCE: "libcuda.so.1"}
+NVML_SOURCE, NVML_SONAME = _TESTS / "nvml" / "fake_nvml.c", "libnvidia-ml.so.1"
 FOREVER = -1.0
 
 
@@ -45,19 +44,19 @@ def find_compiler() -> str | None:
     return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
-def compile_fake_library(directory: Path, without: Sequence[str] = (), source: Path = NVML_SOURCE) -> Path:
+def compile_fake_library(directory: Path, without: Sequence[str] = ()) -> Path:
     """Compile a fake library that lacks the symbols in `without`; return its directory. Skip the test if impossible."""
     found = find_compiler()
     if found is None:
         pytest.skip("there is no C compiler for the fake library")
-    into, soname = directory / "libraries", SONAMES[source]
+    into = directory / "libraries"
     into.mkdir(exist_ok=True)
-    words = [found, "-std=gnu11", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{soname}", str(source)]
+    words = [found, "-std=gnu11", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{NVML_SONAME}", str(NVML_SOURCE)]
     if without:
         script = into / "symbols.map"
         script.write_text("{ global: nvml*; local: " + " ".join(f"{name};" for name in without) + " *; };\n")
         words.insert(1, f"-Wl,--version-script={script}")
-    subprocess.run([*words, "-o", str(into / soname), "-lpthread"], check=True, capture_output=True, text=True)
+    subprocess.run([*words, "-o", str(into / NVML_SONAME), "-lpthread"], check=True, capture_output=True, text=True)
     return into
 
 

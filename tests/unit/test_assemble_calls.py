@@ -397,19 +397,15 @@ def test_a_pause_ends_the_open_step() -> None:
     assert max(step.wall_ns for step in result.steps) < 10 * MS
 
 
-def test_peaks_are_assigned_to_the_steps_between_measurements() -> None:
+def test_a_memory_record_has_the_step_in_which_it_was_measured() -> None:
     script = Script()
-    for number in range(1, 4):
+    for _ in range(3):
         script.play("d l")
-        with script.phase("memory", site=number):
+        with script.phase("memory"):
             pass
-        peaks = {"cuda:0": max(1, number - 1), "cpu": None}
-        devices = [{"device": device, "peak_after_step": sample} for device, sample in peaks.items()]
-        script.event("memory", "last", step=0, devices=devices)
+        script.event("memory", "last", step=0, devices=[])
     script.fetch()
-    events = [event.data for event in assemble_script(script).events]
-    assert [(event["step"], event["devices"][0]["peak_after_step"]) for event in events] == [(1, 1), (2, 1), (3, 2)]
-    assert events[0]["devices"][1] == {"device": "cpu", "peak_after_step": None}
+    assert [event.data["step"] for event in assemble_script(script).events] == [1, 2, 3]
 
 
 def test_an_event_comes_out_although_nothing_follows() -> None:

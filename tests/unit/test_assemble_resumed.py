@@ -33,7 +33,6 @@ class Chance:
         self.models = [script.model("Net", module=1), script.model("Net", "DataParallel", ["cpu:0", "cpu:1"], module=1)]
         self.models += [script.model("Other"), script.model("Hand", "data_parallel", ["cpu:0", "cpu:1"])]
         self.timed: list[Span] = []
-        self.measurements = 0
         if self.draw.random() < 0.5:
             script.makes_optimizer()
 
@@ -74,11 +73,9 @@ class Chance:
         if self.timed and draw.random() < 0.5:
             script.times(self.timed.pop(draw.randrange(len(self.timed))), 0, 1.5)
         if draw.random() < 0.15:
-            self.measurements += 1
-            with script.phase("memory", site=self.measurements):
+            with script.phase("memory"):
                 pass
-            one = {"device": "cpu", "peak_after_step": max(1, self.measurements - draw.randrange(3))}
-            script.event("memory", "last", step=0, devices=[one])
+            script.event("memory", "last", step=0, devices=[])
         if draw.random() < 0.1:
             script.event("mode", draw.choice(["next", "last"]), step=None, call=None, text="from call {call} on")
         if draw.random() < 0.1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,7 @@ class Module(SimpleNamespace):
 
 
 def a_wrapper(buckets: str = "1 2,0", unused: bool = False) -> _TracedWrapper:
-    module: Any = Module(find_unused_parameters=unused)
-    wrapper = _TracedWrapper(module, 0)
+    wrapper = _TracedWrapper(weakref.ref(Module()), 0, may_skip_gradients=unused)
     wrapper.read_buckets({"rebuilt_per_bucket_param_indices": buckets})
     return wrapper
 
@@ -63,7 +63,7 @@ def test_a_bucket_that_was_ready_long_before_has_the_greatest_lead() -> None:
     assert decode_bucket_leads(span) == [0, 640_000, longest, longest]
 
 
-@pytest.mark.parametrize("mark", [None, PhaseTimer(None, Kind.SYNC, [])])  # type: ignore[arg-type]
+@pytest.mark.parametrize("mark", [None, PhaseTimer(None, [])])  # type: ignore[arg-type]
 def test_a_pass_in_a_step_that_sampling_skips_is_still_synchronized(mark: Any) -> None:
     heads: list[int] = []
 

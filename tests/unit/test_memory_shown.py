@@ -58,20 +58,6 @@ def test_a_process_without_an_optimizer_does_not_hide_the_others() -> None:
     )
 
 
-def test_shared_memory_is_counted_once() -> None:
-    shared = {**one("cpu", 100, 10, 20, None, None), "shared_bytes": 80, "shared_files": "a"}
-    records = [record(process, shared) for process in range(3)]
-    (row,) = memory_by_device(records)
-    assert row[1:4] == (80 + 3 * 20, 30, 60)
-    assert ("model", "its part in shared memory is counted once") in missing_value_reasons(row)
-    assert all(word != "model" for word, _ in missing_value_reasons(memory_by_device(records[:1])[0]))
-    (row,) = memory_by_device([*records, record(3, {**shared, "shared_files": "b"})])
-    assert row.model == 80 + 3 * 20 + 100, "another model, in shared memory of its own"
-    (row,) = memory_by_device([record(0, shared), record(1, {**shared, "shared_files": "b"})])
-    assert row.model == 200
-    assert all(word != "model" for word, _ in missing_value_reasons(row))
-
-
 def test_a_process_that_is_not_measured_yet_is_counted() -> None:
     processes = [Process(number, began_ns=0, seen_ns=9, memory=MEASURED if number else {}) for number in range(2)]
     (row,) = memory_of_processes(processes, processes[0])

@@ -311,20 +311,17 @@ def test_a_mode_of_long_ago_keeps_its_steps() -> None:
     }  # fmt: skip
 
 
-def memory(step: int, **peaks: tuple[int, int]) -> Event:
-    devices = [
-        {"device": name.replace("_", ":"), "peak_bytes": peak, "peak_after_step": after}
-        for name, (peak, after) in peaks.items()
-    ]
+def memory(step: int, **peaks: int) -> Event:
+    devices = [{"device": name.replace("_", ":"), "peak_bytes": peak} for name, peak in peaks.items()]
     at = 2 + step / 10
     return Event("memory", {"process": 0, "rank": None, "t_s": at, "step": step, "devices": devices})
 
 
 def test_a_peak_of_another_mode_is_only_an_upper_bound() -> None:
     training = Training(step_ns=100 * MS, devices=TWO, virtual=False, mode="single")
-    records = [*[*training.begin(), *training.run(50)], memory(50, cuda_0=(400, 0))]
+    records = [*[*training.begin(), *training.run(50)], memory(50, cuda_0=400)]
     records += [*training.switch("dp"), *training.run(50)]
-    records += [memory(80, cuda_0=(400, 0), cuda_1=(120, 50)), memory(100, cuda_0=(400, 0), cuda_1=(130, 80))]
+    records += [memory(80, cuda_0=400, cuda_1=120), memory(100, cuda_0=400, cuda_1=130)]
     found = compared(records)
     assert found.memory["single"] == {"cuda:0": Peak(400, True)}
     assert found.memory["dp"]["cuda:0"] == Peak(400, False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dpmon.record.shared_names import Untimed
-from dpmon.record.span_format import SITE_AT, Kind
+from dpmon.record.span_format import SITE_AT
 from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.devices import device_timing
 from dpmon.tracer.devices.cuda_events import TorchEvents, watch_captures
@@ -25,7 +25,7 @@ class Bench(SimulatedProcess):
     """Phases on one device, each with a mark of its own."""
 
     def begin(self, shares: bool = False) -> PhaseTimer:
-        mark = self.timing.begin(self.me, Kind.GATHER, (0,), is_call_phase=shares)
+        mark = self.timing.begin(self.me, (0,), is_call_phase=shares)
         assert mark is not None
         return mark
 
@@ -142,7 +142,8 @@ def test_the_stream_is_looked_up_once_and_is_the_current_one(monkeypatch: pytest
         def record(self, stream: tuple[int, int]) -> None:
             recorded.append(stream)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch._C, "_CudaEventBase", Event, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current.__getitem__, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     events = TorchEvents(Session(NO_OPTIONS))

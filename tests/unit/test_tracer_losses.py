@@ -59,9 +59,11 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> LossTracer:
 
 def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) -> None:
     for device in (0, 1, 1, 0):
-        losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(device)])
-        losses._read_copies()
-    assert len(losses._free_copies or ()) == 8
+        assert losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(device)])
+        assert not losses._copy(BackwardCaller("train.py:2"), 0, [loss_on(device)]), "one at a time"
+        assert losses._pending_copy is not None
+        losses._read_copy(losses._pending_copy)
+        assert losses._pending_copy is None
 
 
 def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTracer) -> None:
@@ -79,12 +81,11 @@ def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTra
 
 
 def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: LossTracer) -> None:
-    for _ in range(2):
-        losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(0)])
-    under_way = [weakref.ref(copy.event) for copy in losses._pending_copies]
-    memory = [weakref.ref(copy.cells) for copy in losses._free_copies or ()]
+    losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(0)])
+    assert losses._pending_copy is not None
+    assert losses._pinned_memory is not None
+    parts = [weakref.ref(losses._pending_copy.event), weakref.ref(losses._pinned_memory)]
     losses.reset()
     gc.collect()
-    assert None not in [one() for one in (*under_way, *memory)]
-    assert len(under_way) + len(memory) == 8
-    assert not losses._pending_copies
+    assert None not in [part() for part in parts]
+    assert losses._pending_copy is None

@@ -56,16 +56,17 @@ def nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)], layout=layout)
 
 
-MADE: dict[str, tuple[Any, int | None, dict[str, int]]] = {
-    # How it is made, the bytes that it holds (None: no device is used), and the types whose size is unknown.
+UNKNOWN = {MODEL: "the size of 1 of its tensors is unknown"}
+MADE: dict[str, tuple[Any, int | None, dict[int, str]]] = {
+    # How it is made, the bytes that it holds (None: no device is used), and why they are unknown.
     "coo": (lambda: torch.eye(4).to_sparse(), 4 * FLOAT32 + 2 * 4 * INT64, {}),
     "nested": (lambda: nested(torch.strided), 15 * FLOAT32, {}),
     "a wrapper": (Open, 10 * FLOAT32, {}),
     "fake": (fake, None, {}),
     "meta": (lambda: torch.ones(5, device="meta"), None, {}),
     "uninitialized": (torch.nn.UninitializedParameter, None, {}),
-    "compressed sparse": (lambda: torch.eye(4).to_sparse_csr(), 0, {"Tensor": 1}),
-    "opaque": (lambda: torch.ones(4, 4).to_mkldnn(), 0, {"Tensor": 1}),
+    "compressed sparse": (lambda: torch.eye(4).to_sparse_csr(), 0, UNKNOWN),
+    "opaque": (lambda: torch.ones(4, 4).to_mkldnn(), 0, UNKNOWN),
 }
 
 
@@ -73,9 +74,9 @@ MADE: dict[str, tuple[Any, int | None, dict[str, int]]] = {
 def test_the_parts_of_a_tensor_are_counted_or_its_size_is_unknown(kind: str) -> None:
     if kind == "opaque" and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no mkldnn")
-    make, size, unsized = MADE[kind]
+    make, size, unknown = MADE[kind]
     walk = walked(one=make())
-    assert (walk.total(MODEL), walk.unsized_types[MODEL]) == (size or 0, unsized)
+    assert (walk.total(MODEL), walk.unknown_reasons) == (size or 0, unknown)
 
 
 def test_a_jagged_tensor_is_its_values_and_its_offsets() -> None:
@@ -83,18 +84,19 @@ def test_a_jagged_tensor_is_its_values_and_its_offsets() -> None:
     assert cpu[MODEL] >= 15 * FLOAT32 + 3 * INT64
 
 
-def test_tensors_of_unknown_size_are_counted_by_type() -> None:
+def test_tensors_of_unknown_size_are_counted() -> None:
     many = {f"closed{i}": Closed() for i in range(3)}
     walk = walked(**many, dense=torch.ones(2))
     assert walk.bytes_by_device == {"cpu": [8, 0, 0]}
     assert walked(one=Closed()).bytes_by_device == {"cpu": [0, 0, 0]}, "a device that is used is named"
-    assert walk.unsized_types[MODEL] == {"Closed": 3}
+    assert walk.unknown_reasons == {MODEL: "the size of 3 of its tensors is unknown"}
 
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_too_many_tensors_are_not_measured(more: int) -> None:
     walk = walked(**{str(number): torch.ones(1) for number in range(MAX_TENSORS + more)})
-    assert walk.truncated_kinds == ({MODEL} if more else set())
+    reason = "not measured: there are more than 5,000 tensors"
+    assert walk.unknown_reasons == ({MODEL: reason} if more else {})
     assert walk.bytes_by_device == {"cpu": [FLOAT32 * MAX_TENSORS, 0, 0]}
 
 
@@ -102,7 +104,7 @@ def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
     """They are in a C++ object, not in the module's tables."""
     model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     walk = StorageWalk([model], [])
-    assert walk.unsized_types[MODEL] == {"LinearPackedParams": 1}
+    assert walk.unknown_reasons == UNKNOWN
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])

@@ -10,6 +10,7 @@ import pytest
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import DOING, FLAGS_AT, Flag, Kind, unpack_span
+from dpmon.tracer.devices.device_timing import gpu_of
 from dpmon.tracer.steps.span_recorder import ThreadState
 from support.fake_devices import SimulatedProcess
 
@@ -88,25 +89,24 @@ def test_a_backward_pass_that_raises_has_taken_its_time_but_an_optimizer_has_non
     assert not process.timing._unread_phases
 
 
-def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
+def test_a_part_is_timed_on_its_own_device() -> None:
     process = SimulatedProcess()
-    assert process.timing.begin_replica(("cpu", "cuda:1"), 0) is None
-    assert process.timing.begin_replica(("cpu",), 1) is None
-    mark = process.timing.begin_replica(("cpu", "cuda:1/3"), 1)
+    assert process.timing.begin_part(gpu_of("cpu")) is None
+    mark = process.timing.begin_part(gpu_of("cuda:1/3"))
     assert mark is not None
-    assert mark.end_with_error() == Flag.TIMED << FLAGS_AT
+    assert mark.end() == Flag.TIMED << FLAGS_AT
     mark.set_span_number(5)
+    process.timing.at_exit()
     (word,) = process.spans
     span = unpack_span(0, *word)
     assert (span.kind, span.inputs, span.site & 0xFF, span.site >> 8 & 0xFF) == (Kind.DEVICE_TIME, 5, 1, 1)
-    assert span.site >> 16 == Untimed.RAISED
 
 
 def test_calls_of_another_thread_are_not_timed() -> None:
     process = SimulatedProcess()
-    other = ThreadState(1)
+    other = ThreadState(1, 0, 0)
     assert process.timing.begin_call(other, (0,)) is None
-    assert process.timing.begin(other, Kind.BACKWARD) is None
+    assert process.timing.begin(other) is None
     process.step(0)
     gpus = process.timing.step_gpus
     assert process.timing.begin_call(other, (3,)) is None
@@ -228,10 +228,10 @@ def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
         process.phase(Kind.FETCH, 1.0, raises)
     assert [*phases(process).values()][-1] == Flag.UNTIMED | Flag.FAILED
     marks: list[Any] = [process.timing.begin_copy(process.me, 0) for _ in range(100)]
-    marks.append(process.timing.begin_replica(("cuda:0",), 0))
+    marks.append(process.timing.begin_part(0))
     for mark in marks:
         mark.mark_possible_end()
-        assert mark.end() == mark.end_with_error() == Flag.UNTIMED << FLAGS_AT
+        assert mark.end() == Flag.UNTIMED << FLAGS_AT
         mark.set_span_number(3)
     assert len(process.device.recorded) == 6
     assert times(process) == []

@@ -72,7 +72,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
     devices = [f"cuda:{i}" for i in range(replicas or count)]
     training = Training(devices=devices, virtual=False, batch=batch, features=(512, 10), step_ns=16_000_000)
     payloads = training.begin()
-    peaks = [{"device": "cuda:0", "peak_bytes": 3 << 30, "peak_after_step": 0}]
+    peaks = [{"device": "cuda:0", "peak_bytes": 3 << 30}]
     if both:
         training.mode = "single"
         payloads = [*training.begin(), *training.run(2000)]
@@ -81,7 +81,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
         payloads += training.switch("dp")
     payloads += training.run(1500 if len(devices) <= 8 else 200)
     if both:
-        peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
+        peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30} for d in devices[1:])]
         payloads.append(memory(training, peaks))
     payloads += samples(count, len(devices))
     return ScreenData(

@@ -144,7 +144,7 @@ def two_visits(kind: str, later_s: int = 0) -> tuple[list[Row], Training]:
         if kind == "host":
             return host_event(at, run_mem_bytes=peak)
         peak = highest = max(peak, highest)
-        one = {"device": "cuda:0", "peak_bytes": peak, "peak_after_step": training.steps}
+        one = {"device": "cuda:0", "peak_bytes": peak}
         return Event("memory", {"process": 0, "rank": None, "t_s": at, "devices": [one]})
 
     for mode, peak, seconds in (("single", 300, 100), ("dp", 700, 100), ("dp", 500, later_s)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import get_ident
 from time import monotonic_ns
 from types import FunctionType, MethodType
@@ -34,22 +35,15 @@ HIDING_KINDS = frozenset(range(32)) - {0, Kind.FETCH, Kind.OPTIMIZER, Kind.CLOSU
 """Kinds of spans in which a call of a module is not recorded as a call."""
 
 
+@dataclass(eq=False)
 class CallTracer:
     """The tracer of one process's calls."""
 
-    def __init__(
-        self,
-        session: Session,
-        recorder: SpanRecorder,
-        modes: ModeDecider,
-        traced_modules_by_id: TracedModules,
-        runner: SplitRunner,
-    ) -> None:
-        self.session = session
-        self.recorder = recorder
-        self.modes = modes
-        self.traced_modules = traced_modules_by_id
-        self.split_runner = runner
+    session: Session
+    recorder: SpanRecorder
+    modes: ModeDecider
+    traced_modules: TracedModules
+    split_runner: SplitRunner
 
     # ---------------------------------------------------------------- the wrapper
 
@@ -144,7 +138,7 @@ class CallTracer:
             if has_request and modes.apply_new_request():
                 self.traced_modules.forget_plans()
                 traced_module = None
-            if traced_module is not None and traced_module.may_have_moved:
+            if traced_module is not None and (traced_module.is_off_cpu or torch.cuda._initialized):  # it may have moved
                 device = traced_module.module_device
                 if device is not None and device.is_stale():
                     traced_module = None  # if the new plan fails, the call is not traced

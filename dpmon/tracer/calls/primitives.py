@@ -6,6 +6,7 @@ calls. A replica may be any callable passed to parallel_apply, not only a replic
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from time import monotonic_ns
@@ -53,25 +54,18 @@ _SCRIPT_KINDS = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.CLOSUR
 """Spans in which the script's own code runs."""
 
 
+@dataclass(eq=False)
 class PrimitiveTracer:
     """The tracer of one process's primitives, on every thread."""
 
-    def __init__(
-        self,
-        session: Session,
-        recorder: SpanRecorder,
-        modes: ModeDecider,
-        traced_modules: TracedModules,
-        originals: TorchOriginals,
-    ) -> None:
-        self.session = session
-        self.recorder = recorder
-        self.modes = modes
-        self.traced_modules = traced_modules
-        self.originals = originals
-        self._composed_modules: dict[object, tuple[int, TracedModule]] = {}
-        """For composed calls, by root and devices: the serial of the mode request for which they were planned, and the
-        module."""
+    session: Session
+    recorder: SpanRecorder
+    modes: ModeDecider
+    traced_modules: TracedModules
+    originals: TorchOriginals
+    _composed_modules: dict[object, tuple[int, TracedModule]] = field(default_factory=dict)
+    """For composed calls, by root and devices: the serial of the mode request for which they were planned, and the
+    module."""
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
@@ -107,7 +101,7 @@ class PrimitiveTracer:
                 function = original if virtual_devices is None else virtual_devices.primitives[primitive]
                 device_timer, phase_timer = recorder.device_timer, None
                 if device_timer is not None:
-                    phase_timer = device_timer.begin(thread, span_kind, call.traced_module.gpus, is_call_phase=True)
+                    phase_timer = device_timer.begin(thread, call.traced_module.gpus, is_call_phase=True)
                 first_word = span_kind | thread.thread_bits | outer_kind << INSIDE_AT
                 result = recorder.run_in_span(thread, first_word, phase_timer, None, function, args, kwargs)
                 call.phases.add(span_kind)
@@ -166,7 +160,7 @@ class PrimitiveTracer:
             device_timer = recorder.device_timer
             if is_recorded and device_timer is not None:
                 if probes is None:
-                    phase_timer = device_timer.begin(thread, span_kind)
+                    phase_timer = device_timer.begin(thread)
                 else:
                     phase_timer = device_timer.begin_call(thread, probes.traced_module.gpus)
         except Exception as error:  # noqa: BLE001 - the script's function runs anyway

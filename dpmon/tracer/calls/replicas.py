@@ -17,6 +17,7 @@ from dpmon.tracer.calls.traced_modules import TracedModule
 from dpmon.tracer.core.hidden_frames import drop_frames
 from dpmon.tracer.core.session import SizeCache
 from dpmon.tracer.core.tensor_sizes import is_gatherable
+from dpmon.tracer.devices.device_timing import gpu_of
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 HOOK_KEY = -7061
@@ -66,7 +67,8 @@ class ReplicaProbe:
             self._inputs = recorder.session.input_definition(args, kwargs, input_cache)
             if self._probes.timer is not None:
                 devices = self._probes.traced_module.plan.devices
-                self._timer = self._probes.timer.begin_replica(devices, self.index)
+                gpu = gpu_of(devices[self.index]) if self.index < len(devices) else -1
+                self._timer = self._probes.timer.begin_part(gpu)
         except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
             recorder.session.count_error("inputs and outputs of a replica", error)
         self._start_ns = monotonic_ns()
@@ -98,7 +100,7 @@ class ReplicaProbe:
 
     def _write_failed(self, end_ns: int) -> None:
         """Write the span of a replica that raised."""
-        flag_bits = 0 if self._timer is None else self._timer.end_with_error()
+        flag_bits = 0 if self._timer is None else self._timer.end()
         self._write(end_ns, 0, flag_bits | Flag.FAILED << FLAGS_AT)
 
     def _write(self, end_ns: int, output_sizes: int, flag_bits: int) -> None:

@@ -8,6 +8,7 @@ random state and the buffers are restored first, until dp has worked once for th
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
 
@@ -49,43 +50,34 @@ class SavedModuleState:
                 buffer.copy_(saved)
 
 
+@dataclass(slots=True, eq=False)
 class SplitCall:
     """A running call over several devices."""
 
-    __slots__ = ("layout_bits", "lone_run", "outer_call", "phases", "plan", "probes", "saved_state", "traced_module")
-
-    def __init__(self, traced_module: TracedModule, outer_call: object, probes: ReplicaProbes | None = None) -> None:
-        self.traced_module = traced_module
-        self.plan = traced_module.plan
-        self.layout_bits = traced_module.layout_bits
-        """Layout and flags of its span: see `TracedModules.encode_layout`."""
-        self.outer_call = outer_call
-        """The enclosing `SplitCall` of this thread; None if there is none."""
-        self.probes = probes
-        """The observers of the replicas."""
-        self.phases: set[int] = set()
-        """The phases that have run, as kinds of spans."""
-        self.lone_run: Any = None
-        """If torch runs the module itself instead of a lone replica: (args, kwargs, end of scatter); otherwise None."""
-        self.saved_state: SavedModuleState | None = None
+    traced_module: TracedModule
+    plan: CallPlan
+    layout_bits: int
+    """Layout and flags of its span: see `TracedModules.encode_layout`."""
+    outer_call: object
+    """The enclosing `SplitCall` of this thread; None if there is none."""
+    probes: ReplicaProbes | None = None
+    """The observers of the replicas."""
+    phases: set[int] = field(default_factory=set)
+    """The phases that have run, as kinds of spans."""
+    lone_run: Any = None
+    """If torch runs the module itself instead of a lone replica: (args, kwargs, end of scatter); otherwise None."""
+    saved_state: SavedModuleState | None = None
 
 
+@dataclass(eq=False)
 class SplitRunner:
     """The runner of one process's calls over several devices."""
 
-    def __init__(
-        self,
-        session: Session,
-        recorder: SpanRecorder,
-        modes: ModeDecider,
-        traced_modules: TracedModules,
-        originals: TorchOriginals,
-    ) -> None:
-        self.session = session
-        self.recorder = recorder
-        self.modes = modes
-        self.traced_modules = traced_modules
-        self.originals = originals
+    session: Session
+    recorder: SpanRecorder
+    modes: ModeDecider
+    traced_modules: TracedModules
+    originals: TorchOriginals
 
     @uncounted
     def run(
@@ -97,7 +89,8 @@ class SplitRunner:
             probes = None
             if traced_module.plan.mode == DP:
                 probes = ReplicaProbes(self.recorder, thread, traced_module, checks_results=traced_module.via is None)
-            call = thread.split_call = SplitCall(traced_module, thread.split_call, probes)
+            plan, bits = traced_module.plan, traced_module.layout_bits
+            call = thread.split_call = SplitCall(traced_module, plan, bits, thread.split_call, probes)
         if call is None:
             return original(module, *args, **kwargs)
         if isinstance(module, FunctionalStandIn):

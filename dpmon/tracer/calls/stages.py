@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from threading import get_ident
 from time import monotonic_ns
@@ -46,19 +47,20 @@ _Part = tuple[str, torch.nn.Module, str | None]
 _Hook = Callable[..., None]
 
 
+@dataclass(eq=False)
 class TracedStage:
     """One stage of the current call."""
 
-    def __init__(self, device: str, inputs: int) -> None:
-        self.device = device
-        self.inputs = inputs
-        self.outputs = 0
-        """The definitions of its sizes; 0 if unknown."""
-        self.part_names: list[str] = []
-        self.start_ns = self.end_ns = 0
-        """Monotonic ns. The end is 0 while the stage runs, and if it raised."""
-        self.phase_timer: PhaseTimer | None = None
-        """Its device time, if the device is a GPU."""
+    device: str
+    inputs: int
+    outputs: int = 0
+    """The definitions of its sizes; 0 if unknown."""
+    part_names: list[str] = field(default_factory=list)
+    start_ns: int = 0
+    end_ns: int = 0
+    """Monotonic ns. The end is 0 while the stage runs, and if it raised."""
+    phase_timer: PhaseTimer | None = None
+    """Its device time, if the device is a GPU."""
 
 
 class StageTracer:
@@ -106,7 +108,7 @@ class StageTracer:
                     stage = TracedStage(device, session.input_definition(args, kwargs, input_cache))
                     self._stages.append(stage)
                     if self._device_timer is not None:
-                        stage.phase_timer = self._device_timer.begin_part(Kind.STAGE, gpu_of(device))
+                        stage.phase_timer = self._device_timer.begin_part(gpu_of(device))
                 if name not in stage.part_names and len(stage.part_names) < _MAX_NAMES:
                     stage.part_names.append(name)
                 stage.end_ns = 0  # until the part ends, which it does not if it raises
@@ -168,7 +170,7 @@ class StageTracer:
         else:
             first_word |= Flag.FAILED << FLAGS_AT
         if phase_timer is not None:
-            first_word |= phase_timer.end() if stage.end_ns else phase_timer.end_with_error()
+            first_word |= phase_timer.end()
         span_number = recorder.put(first_word, stage.start_ns, duration_ns, stage.inputs | outputs << 32)
         if phase_timer is not None:
             phase_timer.set_span_number(span_number)

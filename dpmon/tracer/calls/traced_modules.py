@@ -11,23 +11,16 @@ import torch
 from dpmon.record.shared_names import DDP, FSDP, RANK_MODES
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.calls.stages import StageTracer, make_stage_tracer
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import ModelNames, ModuleDevice, class_name, in_training_mode, is_distributed_class
 from dpmon.tracer.core.session import Session, SizeCache
-from dpmon.tracer.devices.device_timing import cuda_may_be_used, gpus_of
+from dpmon.tracer.devices.device_timing import gpus_of
 from dpmon.tracer.modes.call_plans import DP, SINGLE, CallPlan, holds_data_parallel, overrides
 from dpmon.tracer.modes.mode_decision import ModeDecider
 
 MAX_MODULES = 1024
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
 _NO_EVENTS = "it was not timed: only calls of the training thread are timed"
-_UNSEPARATED = {
-    DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
-    FSDP: {
-        "all_gather": "the ranks gather the weights within forward and backward; this time is not separated",
-        "reduce_scatter": "the ranks reduce their gradients within the backward pass; this time is not separated",
-    },
-}
-"""By `via`: the ranks' collectives, and why they are not phases of a call."""
 
 
 class FunctionalStandIn:
@@ -78,8 +71,8 @@ class TracedModule:
         """Whether dp has worked for this module."""
         self.module_device: ModuleDevice | None = None
         """Where the module was when the plan was made; None if the plan does not depend on it."""
-        self.may_have_moved = False
-        """Whether the module may have moved since then."""
+        self.is_off_cpu = False
+        """Whether it was not on the CPU then."""
         self.overridden_names: tuple[str, ...] = ()
         """The methods of DataParallel that the script's subclass overrides."""
         self.absent: dict[str, str] = {}
@@ -94,9 +87,7 @@ class TracedModules:
         self.modes = modes
         self.modules_by_id: dict[int, TracedModule] = {}
         """The traced functions refer to this dict: never replace it."""
-        self._stand_ins: dict[int, FunctionalStandIn] = {}
-        self.on_new_module: Callable[[], None] = lambda: None
-        """Called when a module is called for the first time, or planned again."""
+        self._stand_ins: IdentityTable[FunctionalStandIn] = IdentityTable()
         self.on_gpu_call: Callable[[], None] = lambda: None
         """Called before the first call of a module on a GPU."""
         self.reset()
@@ -110,11 +101,6 @@ class TracedModules:
         """Forget all plans. The next call of each module makes a new one."""
         self.modules_by_id.clear()
         self._stand_ins.clear()
-
-    def expect_moves_to_gpu(self) -> None:
-        """Expect modules to move to a GPU, because CUDA is or will be initialized."""
-        for traced_module in list(self.modules_by_id.values()):
-            traced_module.may_have_moved = traced_module.module_device is not None
 
     # ---------------------------------------------------------------- making them
 
@@ -145,11 +131,9 @@ class TracedModules:
 
     def stand_in_for(self, module: object, placement: tuple[object, ...]) -> FunctionalStandIn:
         """Return the stand-in for a module passed to `data_parallel`. `placement`: devices, output device and dim."""
-        stand_in = self._stand_ins.get(id(module))
-        if stand_in is None or stand_in.placement != placement or stand_in.module is not module:
-            if len(self._stand_ins) >= MAX_MODULES:
-                self._stand_ins.clear()
-            stand_in = self._stand_ins[id(module)] = FunctionalStandIn(module, placement)
+        stand_in = self._stand_ins.get(module)
+        if stand_in is None or stand_in.placement != placement:
+            stand_in = self._stand_ins.set(module, FunctionalStandIn(module, placement))
         return stand_in
 
     def make_for_stand_in(self, stand_in: FunctionalStandIn) -> TracedModule:
@@ -172,7 +156,7 @@ class TracedModules:
         model = module.module if isinstance(module, FunctionalStandIn) else module
         traced_module.model_name, traced_module.model_number = self.model_names.name_and_number(model)
         device = None if traced_module.module_device is None else traced_module.module_device.device
-        traced_module.may_have_moved = device is not None and (device.type != "cpu" or cuda_may_be_used())
+        traced_module.is_off_cpu = device is not None and device.type != "cpu"
         traced_module.layout_bits = self.encode_layout(traced_module, traced_module.plan)
         self.modes.record_plan(traced_module.model_name, traced_module.plan)
         if traced_module.gpus:
@@ -183,7 +167,6 @@ class TracedModules:
         if len(self.modules_by_id) >= MAX_MODULES:
             self.modules_by_id.clear()
         self.modules_by_id[id(module)] = traced_module
-        self.on_new_module()
         return traced_module
 
     def note_splits_itself(self, root: TracedModule) -> None:
@@ -211,7 +194,7 @@ def _describe_layout(traced_module: TracedModule, plan: CallPlan) -> dict[str, o
     devices, absent = plan.devices, {"device_ms": _HOST_ONLY if plan.on_cpu else _NO_EVENTS}
     if traced_module.stages is not None:
         devices, absent = traced_module.stages.devices, traced_module.stages.absent
-    absent = {**absent, **_UNSEPARATED.get(traced_module.via or "", {}), **traced_module.absent}
+    absent = {**absent, **traced_module.absent}
     layout = {"root": traced_module.model_name, "via": traced_module.via, "devices": list(devices), "absent": absent}
     return {**layout, "module": traced_module.model_number, "dim": traced_module.dim}
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from operator import eq, itemgetter
 from threading import get_ident
@@ -98,9 +99,10 @@ class GradientSync:
 
         return wrap_rare_function(original, guard, on_forward_end)
 
-    def _register_wrapper(self, module: object) -> _TracedWrapper:
+    def _register_wrapper(self, module: Any) -> _TracedWrapper:
         """Remember a wrapper while it lives, and return its entry."""
-        wrapper = self._wrappers.set(module, _TracedWrapper(module, next(self._wrapper_numbers)))
+        number, may_skip_gradients = next(self._wrapper_numbers), bool(module.find_unused_parameters)
+        wrapper = self._wrappers.set(module, _TracedWrapper(weakref.ref(module), number, may_skip_gradients))
         self._recorder.write_sync_spans = self._on_backward_end
         self._recorder.before_backward = self._on_backward_start
         return wrapper
@@ -132,7 +134,7 @@ class GradientSync:
             with guard:
                 self._computed_ns = monotonic_ns()
                 if device_timer is not None:
-                    self._phase_timer = device_timer.begin(thread, Kind.SYNC)
+                    self._phase_timer = device_timer.begin(thread)
 
         def queue_callback(_: object) -> None:
             with guard:
@@ -204,7 +206,7 @@ class GradientSync:
     ) -> None:
         """Write a sync pass. `ready_ns`: when all gradients were ready; `ready_times`: by bucket (ns after forward)."""
         first_word |= (wrapper.number & _WRAPPER_MASK) << WRAPPER_AT + SITE_AT
-        if wrapper.has_several_buckets:
+        if len(wrapper.buckets) > 1:
             all_ready_ns = ready_ns - wrapper.forward_end_ns
             self._write_buckets(first_word, ready_ns, [max(all_ready_ns - ready, 0) for ready in ready_times])
         first_word |= Kind.SYNC | len(wrapper.buckets) << SITE_AT
@@ -236,49 +238,45 @@ class GradientSync:
             self._session.record_event("ddp", call_reference="last", **facts)
 
 
+@dataclass(eq=False)
 class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
-    def __init__(self, module: Any, number: int) -> None:
-        self.module_ref = weakref.ref(module)
-        self.number = number
-        self.forward_end_ns = 0
-        """When its last forward ended (monotonic ns)."""
-        self.averages_gradients = True
-        """Whether the backward pass of that forward averages the gradients: not under `no_sync`."""
-        self.is_nested = False
-        """Whether that forward ran inside another model's forward."""
-        self.awaits_backward = False
-        """Whether that backward pass is still to come."""
-        self.needs_several_passes = False
-        """Whether several backward passes of one forward have computed the gradients."""
-        self.may_skip_gradients = bool(module.find_unused_parameters)
-        """Whether a sync pass may omit gradients."""
-        self.pass_count = 0
-        """Number of finished backward passes, with or without averaging."""
-        self.facts_due_ns = 0
-        """When to read the facts again (monotonic ns)."""
-        self.buckets: list[list[int]] = []
-        """Indices of the parameters of each bucket; empty until torch reports them."""
-        self.last_notes: list[int] = []
-        """torch's notes after the last sync pass."""
-        self.last_indices: list[int] = []
-        """For each bucket, the index of the gradient that was ready last."""
-        self.has_several_buckets = False
-        """Whether there are several buckets."""
-        self.pick_values: Callable[[list[int]], tuple[int, ...]] | None = None
-        """Selects the notes of `last_indices` from all notes; None until all notes have been read."""
-        self.last_values: tuple[int, ...] = ()
-        """The notes of `last_indices` after the last sync pass; with a single bucket, its note twice."""
-        self.facts: dict[str, object] = {}
-        """The facts that were recorded last."""
+    module_ref: weakref.ref[Any]
+    number: int
+    may_skip_gradients: bool
+    """Whether a sync pass may omit gradients."""
+    forward_end_ns: int = 0
+    """When its last forward ended (monotonic ns)."""
+    averages_gradients: bool = True
+    """Whether the backward pass of that forward averages the gradients: not under `no_sync`."""
+    is_nested: bool = False
+    """Whether that forward ran inside another model's forward."""
+    awaits_backward: bool = False
+    """Whether that backward pass is still to come."""
+    needs_several_passes: bool = False
+    """Whether several backward passes of one forward have computed the gradients."""
+    pass_count: int = 0
+    """Number of finished backward passes, with or without averaging."""
+    facts_due_ns: int = 0
+    """When to read the facts again (monotonic ns)."""
+    buckets: Sequence[list[int]] = ()
+    """Indices of the parameters of each bucket; empty until torch reports them."""
+    last_notes: Sequence[int] = ()
+    """torch's notes after the last sync pass."""
+    pick_values: Callable[[list[int]], tuple[int, ...]] | None = None
+    """Selects the note of each bucket's last gradient from all notes; None until all notes have been read."""
+    last_values: tuple[int, ...] = ()
+    """The selected notes after the last sync pass, the first one twice."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """The facts that were recorded last."""
 
     def read_buckets(self, data: Any) -> None:
         """Read the buckets from torch's logging data."""
         text = data.get("rebuilt_per_bucket_param_indices")
         buckets = [[int(index) for index in part.split()] for part in text.split(",")] if text else []
         if len(buckets) <= MAX_BUCKETS and buckets != self.buckets:
-            self.buckets, self.has_several_buckets, self.pick_values = buckets, len(buckets) > 1, None
+            self.buckets, self.pick_values = buckets, None
 
     def bucket_ready_times(self, notes: list[int], end_ns: int) -> Sequence[int]:
         """Return when the last gradient of each bucket was ready (ns after forward); one value if buckets are unknown.
@@ -291,7 +289,7 @@ class _TracedWrapper:
             values = pick(notes)
             if self.pass_count % FULL_READ_INTERVAL and not any(map(eq, values, self.last_values)):
                 self.last_notes, self.last_values = notes, values
-                return values if self.has_several_buckets else values[:1]
+                return values[:-1]
             if values == self.last_values and notes == self.last_notes:
                 return ()
         return self._ready_from_notes(notes, end_ns)
@@ -311,13 +309,10 @@ class _TracedWrapper:
         buckets = self.buckets
         if not buckets or max(map(max, buckets)) >= len(notes):
             buckets = [list(range(len(notes)))]
-        self.last_indices = [max(bucket, key=new_notes.__getitem__) for bucket in buckets]
-        repeated = (
-            self.last_indices[:1] if len(self.last_indices) == 1 else []
-        )  # itemgetter of one index returns no tuple
-        self.pick_values = itemgetter(*self.last_indices, *repeated)
+        last_indices = [max(bucket, key=new_notes.__getitem__) for bucket in buckets]
+        self.pick_values = itemgetter(*last_indices, last_indices[0])  # with one index, it would return no tuple
         self.last_notes, self.last_values = notes, self.pick_values(notes)
-        return [max(new_notes[index], 0) for index in self.last_indices]
+        return [max(new_notes[index], 0) for index in last_indices]
 
 
 def _wrapper_facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, object]:

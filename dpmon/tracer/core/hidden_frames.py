@@ -13,11 +13,6 @@ from typing import Any
 _TRACER_DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 Function = Callable[..., Any]
 """A function of torch or of the script."""
-CALL_FILES = tuple(
-    os.path.join(_TRACER_DIRECTORY, "calls", f"{name}.py")
-    for name in ("call_wrapper", "split_calls", "primitives", "roots")
-)
-"""Files with functions that are on the stack while a call is traced."""
 _UNCOUNTED: dict[CodeType, CodeType] = {}
 """Old and new code of the functions that were passed to `uncounted`."""
 
@@ -100,6 +95,14 @@ def wrap_rare_function(
     return copy_name_and_signature(wrapper, original)
 
 
+def replace_in_modules(package: str, name: str, original: object, wrapper: object) -> None:
+    """Put a wrapper wherever a script may import the original from: in all loaded modules of a package."""
+    for module_name, module in list(sys.modules.items()):
+        members = getattr(module, "__dict__", {})  # a script may put None there to forbid an import
+        if module_name.startswith(package) and members.get(name) is original:
+            members[name] = wrapper
+
+
 def hide_from_dynamo() -> None:
     """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
 
@@ -134,6 +137,7 @@ def _iter_own_code() -> Iterator[CodeType]:
         value = pending.pop()
         value = getattr(value, "fget", getattr(value, "__func__", value))
         code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
-        if isinstance(code, CodeType) and code.co_filename.startswith(package):
+        # The methods that dataclasses and named tuples generate are in "<string>".
+        if isinstance(code, CodeType) and code.co_filename.startswith((package, "<string>")):
             yield code
             pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

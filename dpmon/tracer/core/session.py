@@ -37,9 +37,7 @@ MAX_FAULTS = 3
 MAX_DEFINITIONS = 1 << 14
 MAX_LINES_BYTES = 1 << 26
 """Maximum size of one process's file of lines. Beyond it, new sizes and events are lost."""
-MAX_UNWRITTEN_LINES = 64
-RETRY_NS = 1_000_000_000
-"""Time between two attempts to write a line after a failure."""
+MAX_EARLY_EVENTS = 64
 MAX_PROCESSES = 512
 SMALL_RING_SLOTS = 4 << 10
 MAX_LARGE_RINGS = 8
@@ -84,34 +82,32 @@ class TracerConfig:
         return self.replicas is not None or bool(self.devices)
 
 
+@dataclass(slots=True, eq=False)
 class SizeCache:
     """A cache of the last lone tensor's shape and dtype at one place, and of the number of their definition."""
 
-    __slots__ = ("definition", "dtype", "shape")
-
-    def __init__(self) -> None:
-        self.shape: object = None
-        self.dtype: object = None
-        self.definition = 0
+    shape: object = None
+    dtype: object = None
+    definition: int = 0
 
 
+@dataclass(eq=False)
 class TracerErrorGuard:
     """A context that keeps our faults away from the script: an exception of ours ends the block, and is counted.
 
     Exceptions of the script's signal handlers, and interrupts, pass through.
     """
 
-    def __init__(self, session: Session, operation: str, fatal: bool) -> None:
-        self._session = session
-        self._operation = operation
-        self._is_fatal = fatal
+    session: Session
+    operation: str
+    is_fatal: bool
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, error_class: type[BaseException] | None, error: Any, traceback: object) -> bool:
         if error_class is None or Exception not in error_class.__mro__:  # the script may have replaced isinstance
             return False
-        self._session.count_error(self._operation, error, self._is_fatal)
+        self.session.count_error(self.operation, error, self.is_fatal)
         return True
 
 
@@ -141,21 +137,13 @@ class Session:
         self._layout_numbers, self._size_numbers = itertools.count(1), itertools.count(MAX_SITE + 1)
         """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
         self._definitions: dict[Hashable, int] = {}
-        self._retry_ns = 0
-        """When a line may be written again (monotonic ns)."""
         if self._has_lines_fd():  # the parent's
             fd, _ = self._lines_file
             os.close(fd)
-        self._may_be_torn = False
-        """Whether the last line may be incomplete."""
-        self._unwritten_lines: list[bytes] = []
-        """Events that could not be written; they are written before the next line."""
         self._early_events: list[tuple[str, dict[str, Any]]] = []
         """Kind and fields of the events before the ring was open."""
         self._fault_counts: dict[str, int] = {}
         self.ring: SpanRing | None = None
-        self._is_described = False
-        """Whether the process event was written."""
         self._is_open = False
         """Whether the ring is open and `on_open` has run."""
 
@@ -188,11 +176,10 @@ class Session:
     def _finish_opening(self) -> None:
         """Open the ring, or complete an earlier attempt that an interrupt or another exception ended."""
         if self.ring is None:
-            self.ring = self._create_ring()
-        if not self._is_described:
+            ring = self._create_ring()
             with self.guard("description of the process", fatal=False):
-                self.record_event("process", **self._describe_process())
-            self._is_described = True
+                self._early_events.insert(0, ("process", self._describe_process()))
+            self.ring = ring
         while self._early_events:
             kind, data = self._early_events.pop(0)
             self.record_event(kind, **data)
@@ -233,24 +220,19 @@ class Session:
 
     # ---------------------------------------------------------------- lines
 
-    def _append_line(self, value: Mapping[str, object], keep_for_later: bool = False) -> bool:
-        """Append a line to the process's file; return False on failure. `keep_for_later`: then keep it for the next."""
-        now = monotonic_ns()
+    def _append_line(self, value: Mapping[str, object]) -> bool:
+        """Append a line to the process's file. Return False if it cannot be written, as on a full disk."""
         line = to_bounded_json(value) + b"\n"
-        if now >= self._retry_ns:
-            data = (b"\n" if self._may_be_torn else b"") + b"".join(self._unwritten_lines) + line
-            self._may_be_torn = True  # until the line is known to be complete
-            try:
-                fd = self._lines_fd()
-                if os.fstat(fd).st_size + len(data) <= MAX_LINES_BYTES and os.write(fd, data) == len(data):
-                    self._may_be_torn = False
-                    self._unwritten_lines.clear()
-                    return True
-            except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
-                raise_from_signal(error)
-            self._retry_ns = now + RETRY_NS
-        if keep_for_later and len(self._unwritten_lines) < MAX_UNWRITTEN_LINES:
-            self._unwritten_lines.append(line)
+        try:
+            fd = self._lines_fd()
+            size = os.fstat(fd).st_size
+            if size + len(line) > MAX_LINES_BYTES:
+                return False
+            if os.write(fd, line) == len(line):
+                return True
+            os.ftruncate(fd, size)  # no other line may follow an incomplete one
+        except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
+            raise_from_signal(error)
         return False
 
     def _lines_fd(self) -> int:
@@ -272,7 +254,6 @@ class Session:
         """Write a line for the assembler only."""
         if self.ring is not None:
             with self._lock:
-                self._retry_ns = 0
                 self._append_line(data)
 
     def record_event(self, kind: str, call_reference: str | None = None, **data: object) -> None:
@@ -281,7 +262,7 @@ class Session:
         `call_reference`: the call whose step and call numbers the event gets, "next" or "last"; None for none.
         """
         if self.ring is None:
-            if len(self._early_events) < MAX_UNWRITTEN_LINES:
+            if len(self._early_events) < MAX_EARLY_EVENTS:
                 self._early_events.append((kind, data))
             return
         now = monotonic_ns()
@@ -291,7 +272,7 @@ class Session:
         if call_reference is not None:
             line["fill"] = call_reference
         with self._lock:
-            self._append_line(line, keep_for_later=True)
+            self._append_line(line)
 
     def warn(self, text: str, call_reference: str | None = None) -> None:
         """Write a warning for the user of dpmon. The script does not see it."""

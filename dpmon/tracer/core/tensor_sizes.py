@@ -8,7 +8,7 @@ shape.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from math import prod
 from types import FunctionType, ModuleType
@@ -29,7 +29,6 @@ MAX_TENSORS = 64
 or slow the training down."""
 MAX_VISITED_VALUES = 512
 """How many values are searched for tensors, because the search runs at every call with such an argument."""
-MAX_SEARCHED_VALUES = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
 MAX_EXTENTS = 2048
@@ -51,31 +50,29 @@ def signature_of_value(value: object, path: str) -> Signature:
 def _signature(values: Iterable[tuple[str, object]]) -> Signature:
     """Return the signature of values, given with their paths."""
     leaves: list[object] = []
-    budget = [MAX_VISITED_VALUES]
     for path, value in values:
-        _collect_tensors(value, path, leaves, budget, 0)
-    if len(leaves) > MAX_TENSORS or budget[0] < 0:
-        leaves[MAX_TENSORS:] = [(MORE, (), torch.bool)]
+        for leaf_path, tensor in _iter_tensors(value, path):
+            if len(leaves) == MAX_TENSORS or tensor is None:
+                return (*leaves, (MORE, (), torch.bool))
+            leaves.append((leaf_path, *_shape_and_dtype(tensor)))
     return tuple(leaves)
 
 
-def _collect_tensors(value: object, path: str, leaves: list[object], budget: list[int], depth: int) -> None:
-    """Append the tensors in a value to `leaves`. `budget`: one number that all calls share: values left to visit."""
-    if len(leaves) > MAX_TENSORS or budget[0] < 0 or depth > MAX_DEPTH:
-        return
-    budget[0] -= 1
-    if isinstance(value, Tensor):
-        leaves.append((path, *_shape_and_dtype(value)))
-        return
-    if value is None or isinstance(value, (str, bytes, int, float, bool)):
-        return
-    for name, child in _children(value):
-        child_path = f"{path}.{name}" if path else name
-        if len(child_path) > MAX_PATH:
-            child_path = shorten_name(child_path, MAX_PATH)
-        _collect_tensors(child, child_path, leaves, budget, depth + 1)
-        if len(leaves) > MAX_TENSORS or budget[0] < 0:
+def _iter_tensors(value: object, path: str) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield path and tensor of each tensor in a value, in order; None for a tensor if not all values are searched."""
+    pending = [(path, value)]
+    for _ in range(MAX_VISITED_VALUES):
+        if not pending:
             return
+        path, value = pending.pop()
+        if isinstance(value, Tensor):
+            yield path, value
+        elif value is not None and not isinstance(value, (str, bytes, int, float, bool)):
+            prefix = f"{path}." if path else ""
+            children = islice(_children(value), MAX_VISITED_VALUES)
+            pending += reversed([(shorten_name(prefix + name, MAX_PATH), child) for name, child in children])
+    if pending:
+        yield path, None
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[object, ...]:
@@ -142,18 +139,8 @@ def describe_tensors(signature: Any, lone_path: str) -> list[tuple[object, ...]]
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """Return the tensors among the first MAX_SEARCHED_VALUES values in a value. Do not keep them beyond the call."""
-    tensors: list[Tensor] = []
-    pending = [value]
-    for _ in range(MAX_SEARCHED_VALUES):
-        if not pending:
-            break
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif value is not None and not isinstance(value, (str, bytes, int, float, bool)):
-            pending += reversed([child for _, child in islice(_children(value), MAX_SEARCHED_VALUES)])
-    return tensors
+    """Return the tensors among the first MAX_VISITED_VALUES values in a value. Do not keep them beyond the call."""
+    return [tensor for _, tensor in _iter_tensors(value, "") if tensor is not None]
 
 
 def device_in(value: object) -> str | None:

@@ -60,18 +60,15 @@ class TorchEvents:
     """The events of torch.cuda, and the streams on which they are recorded."""
 
     def __init__(self, session: Session) -> None:
-        self._current_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._current_handle = torch._C._cuda_getCurrentRawStream
         """Returns the handle of a device's current stream. To make a stream object costs ten times as much."""
-        self._streams: dict[tuple[int, int], object] = {}
-        base = getattr(torch._C, "_CudaEventBase", None)
-        cls: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
+        self._streams: dict[tuple[int, int], Any] = {}
         # Methods of torch's C class, because those of the Python classes only forward the calls, at twice the cost.
-        self._record = cls.record
-        self.is_done: Callable[[Any], bool] = cls.query
-        self.elapsed_ms: Callable[[Any, Any], float] = cls.elapsed_time
-        self._is_captured = (
-            getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or _cuda.is_current_stream_capturing
-        )
+        event_class = torch._C._CudaEventBase
+        self._record = event_class.record
+        self.is_done: Callable[[Any], bool] = event_class.query
+        self.elapsed_ms: Callable[[Any, Any], float] = event_class.elapsed_time
+        self._is_captured = torch._C._cuda_isCurrentStreamCapturing
         self._captures = _captures(session)
 
     def is_capturing(self) -> bool:
@@ -82,11 +79,8 @@ class TorchEvents:
         """Return an event with timing. CUDA creates it when it is first recorded."""
         return _cuda.Event(enable_timing=True)
 
-    def record(self, event: object, device: int) -> None:
+    def record(self, event: Any, device: int) -> None:
         """Record an event on this thread's current stream of a device."""
-        if self._current_handle is None:
-            self._record(event, _cuda.current_stream(device))
-            return
         key = device, self._current_handle(device)
         stream = self._streams.get(key)
         if stream is None:

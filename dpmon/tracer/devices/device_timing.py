@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from threading import Event
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.cuda_events import TorchEvents
+
+if TYPE_CHECKING:
+    from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 MAX_FAULTS = 3
 MAX_UNREAD_PHASES = 256
@@ -34,9 +36,6 @@ MAX_WAIT_STEPS = 64
 MAX_TIMED_COPIES = 16
 """How many copies are timed in one step, so that enough events are left for the phases."""
 _TIMED, _UNTIMED = Flag.TIMED << FLAGS_AT, Flag.UNTIMED << FLAGS_AT
-_TIMED_IF_RAISED = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.CLOSURE, Kind.COPY))
-"""Phases that keep their device times even if they raise."""
-_PRIMITIVES = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
 def gpu_of(device: str) -> int:
@@ -51,52 +50,37 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
 
 
-class SpanWriter(Protocol):
-    """The part of `SpanRecorder` that this module needs. It cannot import that class, which imports this module."""
-
-    session: Session
-    words: Any
-    training_thread: Any
-    put: Callable[[int, int, int, int], int]
-
-
+@dataclass(slots=True, eq=False)
 class DeviceSpan:
     """A phase on one device: its time once it is known, or the reason why it stays unknown."""
 
-    __slots__ = ("device", "end_event", "ms", "reason", "shares_end", "shares_start", "start_event")
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.start_event: Any = None
-        self.end_event: Any = None
-        """The events at its start and its end. Without `end_event`, `ms` is known, or `reason` says why it is not."""
-        self.shares_start = False
-        """Whether `start_event` is the end event of the previous phase."""
-        self.shares_end = False
-        """Whether `end_event` is also the start event of the next phase, which then frees it."""
-        self.ms: float | None = None
-        self.reason = Untimed.NONE
+    device: int
+    start_event: Any = None
+    end_event: Any = None
+    """The events at its start and its end. Without `end_event`, `ms` is known, or `reason` says why it is not."""
+    shares_start: bool = False
+    """Whether `start_event` is the end event of the previous phase."""
+    shares_end: bool = False
+    """Whether `end_event` is also the start event of the next phase, which then frees it."""
+    ms: float | None = None
+    reason: int = Untimed.NONE
 
 
+@dataclass(slots=True, eq=False)
 class PhaseTimer:
     """The events around one phase, on each of its devices. Its methods never raise."""
 
-    __slots__ = ("_is_call_phase", "_span_kind", "_timer", "is_late", "span_number", "spans", "step_number")
-
-    def __init__(
-        self, device_timer: DeviceTimer, span_kind: int, spans: list[DeviceSpan], is_call_phase: bool = False
-    ) -> None:
-        """`spans`: empty in an untimed step. `is_call_phase`: the call's next phase may begin where this one ends."""
-        self._timer = device_timer
-        self._span_kind = span_kind
-        self._is_call_phase = is_call_phase
-        self.spans = spans
-        self.span_number = -1
-        """Number of the phase's span."""
-        self.step_number = 0
-        """Number of steps that had ended when the span was written."""
-        self.is_late = False
-        """Whether the times were written as unknown, although the events are not free yet."""
+    _timer: DeviceTimer
+    spans: list[DeviceSpan]
+    """Empty in an untimed step."""
+    _is_call_phase: bool = False
+    """Whether the call's next phase may begin where this one ends."""
+    span_number: int = -1
+    """Number of the phase's span."""
+    step_number: int = 0
+    """Number of steps that had ended when the span was written."""
+    is_late: bool = False
+    """Whether the times were written as unknown, although the events are not free yet."""
 
     def end(self) -> int:
         """End the phase; return the flags for its span's first word."""
@@ -113,15 +97,6 @@ class PhaseTimer:
         for span in self.spans:
             self._timer.mark_possible_end(span)
 
-    def end_with_error(self) -> int:
-        """End a phase that raised; return the flags for its span's first word."""
-        if self._span_kind in _TIMED_IF_RAISED or not self.spans:
-            return self.end()
-        for span in self.spans:
-            span.start_event = span.end_event = None
-            span.reason = span.reason or Untimed.RAISED
-        return 0 if self._span_kind in _PRIMITIVES else _TIMED
-
     def set_span_number(self, number: int) -> None:
         """Set the number of the phase's written span; -1 if it was not written."""
         if number >= 0 and self.spans:
@@ -132,7 +107,7 @@ class PhaseTimer:
 class DeviceTimer:
     """The timer of one process's phases on its devices. Its methods never raise."""
 
-    def __init__(self, recorder: SpanWriter, events: TorchEvents | None = None) -> None:
+    def __init__(self, recorder: SpanRecorder, events: TorchEvents | None = None) -> None:
         self._recorder = recorder
         self._events = events or TorchEvents(recorder.session)
         self._free_events: dict[int, list[object]] = {}
@@ -156,7 +131,7 @@ class DeviceTimer:
         """The phases with unread events, oldest first."""
         self._step_count = 0
         self._copy_count = 0
-        self._untimed_phase = PhaseTimer(self, 0, [])
+        self._untimed_phase = PhaseTimer(self, [])
         self.last_spans: dict[int, DeviceSpan] = {}
         """Per device: the last finished phase of the current call."""
 
@@ -216,7 +191,7 @@ class DeviceTimer:
     # ---------------------------------------------------------------- phases
 
     def begin(
-        self, thread: object, span_kind: int, gpus: Sequence[int] | None = None, *, is_call_phase: bool = False
+        self, thread: ThreadState, gpus: Sequence[int] | None = None, *, is_call_phase: bool = False
     ) -> PhaseTimer | None:
         """Begin a phase on these GPUs, or on all GPUs of the step.
 
@@ -229,9 +204,9 @@ class DeviceTimer:
         if self._skips_step:
             return self._untimed_phase
         last_spans = self.last_spans if is_call_phase else {}
-        return PhaseTimer(self, span_kind, [self._begin_span(gpu, last_spans.get(gpu)) for gpu in gpus], is_call_phase)
+        return PhaseTimer(self, [self._begin_span(gpu, last_spans.get(gpu)) for gpu in gpus], is_call_phase)
 
-    def begin_call(self, thread: object, gpus: tuple[int, ...]) -> PhaseTimer | None:
+    def begin_call(self, thread: ThreadState, gpus: tuple[int, ...]) -> PhaseTimer | None:
         """Begin a call on the GPUs of its model."""
         if thread is not self._recorder.training_thread:
             return None
@@ -243,26 +218,20 @@ class DeviceTimer:
                 self._called_gpus = tuple(dict.fromkeys((*self._called_gpus, *gpus)))
                 self.step_gpus = tuple(dict.fromkeys((*self.step_gpus, *gpus)))
         self.last_spans.clear()
-        return self.begin(thread, Kind.CALL, gpus)
+        return self.begin(thread, gpus)
 
-    def begin_replica(self, devices: Sequence[str], index: int) -> PhaseTimer | None:
-        """Begin a replica, on its own thread and stream."""
-        return self.begin_part(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
-
-    def begin_part(self, span_kind: int, gpu: int) -> PhaseTimer | None:
+    def begin_part(self, gpu: int) -> PhaseTimer | None:
         """Begin a part of a call of the training thread, on one GPU (-1: none). Any thread may call this."""
         if gpu < 0:
             return None
         if self._skips_step:
             return self._untimed_phase
-        return PhaseTimer(self, span_kind, [self._begin_span(gpu)])
+        return PhaseTimer(self, [self._begin_span(gpu)])
 
-    def begin_copy(self, thread: object, gpu: int) -> PhaseTimer | None:
+    def begin_copy(self, thread: ThreadState, gpu: int) -> PhaseTimer | None:
         """Begin a copy to one GPU."""
         self._copy_count += 1
-        return (
-            self.begin(thread, Kind.COPY, (gpu,)) if self._copy_count <= MAX_TIMED_COPIES or self._skips_step else None
-        )
+        return self.begin(thread, (gpu,)) if self._copy_count <= MAX_TIMED_COPIES or self._skips_step else None
 
     # ---------------------------------------------------------------- reading
 
@@ -300,7 +269,7 @@ class DeviceTimer:
         """Write the known times. `unread_reason`: if not NONE, write all other times as unknown, with this reason."""
         unread_phases = self._unread_phases
         try:
-            if unread_phases and not self._is_capturing():
+            if unread_phases and not self._events.is_capturing():
                 while unread_phases and all(map(self._try_read_time, unread_phases[0].spans)):
                     if not unread_phases[0].is_late:
                         self._write_times(unread_phases[0], Untimed.NONE)
@@ -316,14 +285,6 @@ class DeviceTimer:
         except Exception as error:  # noqa: BLE001 - the training continues
             self._count_fault(error)
         self._is_behind = self._is_above_limit(2)
-
-    def _is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured. Never raises."""
-        try:
-            return self._events.is_capturing()
-        except Exception as error:  # noqa: BLE001 - times are lost, the training is not
-            self._count_fault(error)
-            return False
 
     def _try_read_time(self, span: DeviceSpan) -> bool:
         """Read the time of a phase on one device. Return False if the device has not reached the phase's end."""
@@ -368,15 +329,6 @@ def _hash_number(number: int) -> int:
     number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return number ^ number >> 16
-
-
-cuda_starting = Event()
-"""Set when CUDA is about to be initialized: from then on, other threads may use it before it counts as initialized."""
-
-
-def cuda_may_be_used() -> bool:
-    """Return whether CUDA is initialized, or about to be."""
-    return cuda_starting.is_set() or is_cuda_initialized()
 
 
 def is_cuda_initialized() -> bool:

@@ -7,8 +7,7 @@ an out-of-memory error; until then, the observer costs nothing.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -27,8 +26,6 @@ _STATISTICS = {
     "alloc_retries": "num_alloc_retries",
     "ooms": "num_ooms",
 }
-_observing_sessions: list[Session] = []
-"""The session that records out-of-memory errors, once torch's observer is attached."""
 _report_numbers = count(1)
 
 
@@ -43,48 +40,30 @@ def statistics() -> dict[str, dict[str, object]]:
         torch_stats = torch.cuda.memory_stats(index)
         stats = {name: torch_stats.get(key) for name, key in _STATISTICS.items()}
         if stats["reserved_bytes"] or stats["peak_bytes"]:
-            statistics_by_device[f"cuda:{index}"] = {**stats, "uuid": _uuid_of(index)}
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # older versions of torch lack it
+            statistics_by_device[f"cuda:{index}"] = {**stats, "uuid": None if uuid is None else str(uuid)}
     return statistics_by_device
-
-
-@cache
-def _uuid_of(index: int) -> str | None:
-    """Return the UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if unknown.
-
-    It comes from the driver (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and no version reports
-    the UUID of a MIG instance.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
-        get_uuid = driver.cuDeviceGetUuid_v2
-    except (OSError, AttributeError):
-        return None
-    device = ctypes.c_int()
-    raw = (ctypes.c_ubyte * 16)()
-    if driver.cuDeviceGet(ctypes.byref(device), index) or get_uuid(raw, device):
-        return None
-    text = bytes(raw).hex()
-    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 # ------------------------------------------------------------------------------------------------ out of memory
 
 
 def watch_out_of_memory(session: Session) -> None:
-    """Record out-of-memory errors from now on. Does nothing before CUDA is initialized, or on later calls."""
-    if _observing_sessions or not is_cuda_initialized():
-        return
-    attach_observer = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach_observer is None:
-        return
-    _observing_sessions.append(session)
+    """Record out-of-memory errors from now on, if CUDA is initialized."""
+    if is_cuda_initialized():
+        _attach_observer(session)
+
+
+@cache
+def _attach_observer(session: Session) -> None:
+    """Make torch call us before it raises an out-of-memory error; once, because it has no way to undo this."""
     with session.guard("out-of-memory error", fatal=False):  # an allocator may have no observers
-        attach_observer(_on_out_of_memory)
+        torch_c: Any = torch._C  # its type hints lack the function
+        torch_c._cuda_attach_out_of_memory_observer(partial(_on_out_of_memory, session))
 
 
-def _on_out_of_memory(device: int, requested: int, total: int, free: int) -> None:
+def _on_out_of_memory(session: Session, device: int, requested: int, total: int, free: int) -> None:
     """Record an out-of-memory error. torch calls this on the allocating thread, without its lock, before it raises."""
-    session = _observing_sessions[0]
     with session.guard("out-of-memory error", fatal=False):
         if next(_report_numbers) > MAX_REPORTS:
             return

@@ -1,7 +1,7 @@
 """Measures the memory of each device: models, their gradients, optimizer states, and the rest.
 
-The first measurement follows the first steps. Later measurements follow every few seconds, or less often if they are
-expensive. The tensors are counted after a backward pass, because many scripts clear the gradients before the step ends;
+The first measurement follows the first steps, the others follow every few seconds, or less often if they are expensive.
+The tensors are counted after a backward pass, because many scripts clear the gradients before the step ends;
 the statistics of torch's allocator are read at the same time. This time is in the step's `other`. Until the process
 runs its first backward pass, it is measured between two steps. A storage that holds, for example, both a parameter and
 an optimizer state counts once, for the first of them in the order above. The allocator's statistics are never reset:
@@ -11,28 +11,23 @@ the peak is the highest value since the start, or since the script reset it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from time import monotonic_ns
 from typing import Any
 
-from dpmon.record.span_format import INSIDE_AT, SITE_AT, Kind
+from dpmon.record.span_format import INSIDE_AT, Kind
 from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModules
 from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
 from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.session import Session, set_eval_frame
 from dpmon.tracer.memory import allocator
-from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, StorageWalk, mapped_files
+from dpmon.tracer.memory.storages import GRADIENTS, STATES, StorageWalk
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 MEASURE_INTERVAL_NS = 5_000_000_000
 SAME_EVENT_INTERVAL_NS = 60_000_000_000
 """Interval between events while nothing changes."""
-EARLY_MEASUREMENTS = 8
-"""After this many measurements, a new model or optimizer is measured at the usual time only."""
 WAIT_FACTOR = 1000
 """After a measurement that took t, the next one waits WAIT_FACTOR * t. So all take at most a thousandth of the time."""
-MAX_TYPES = 4
-"""How many types of tensors of unknown size are named."""
 NEVER = 1 << 62
 
 _NO_BACKWARD = "no backward pass was seen before this measurement"
@@ -59,10 +54,6 @@ class MemoryTracer:
         self._due_ns = self._poll_count = 0
         self._last_devices: list[dict[str, object]] = []
         self._last_event_ns = 0
-        self._peaks: dict[str, tuple[int, int]] = {}
-        """Per device: the peak at the last measurement, and the number of the last measurement before that peak."""
-        self._look_count = 0
-        """Number of measurements."""
 
     # ---------------------------------------------------------------- when
 
@@ -85,12 +76,6 @@ class MemoryTracer:
         """
         if self.recorder.has_optimizer:
             self.session.write_line(optimizer=1)
-
-    def measure_soon(self) -> None:
-        """Measure soon if the run is young: a model was called, or an optimizer has stepped, for the first time."""
-        if self._look_count < EARLY_MEASUREMENTS and self._due_ns < NEVER:
-            self._due_ns = 0
-            self.recorder.schedule_poll()
 
     def poll(self, now: int) -> int:
         """Choose the next backward pass for a measurement if it is time to; without backward passes, measure now.
@@ -124,11 +109,10 @@ class MemoryTracer:
         if recorder.has_run_backward:
             recorder.after_backward = None
         with self.session.guard("memory of devices", fatal=False):
-            self._look_count += 1
             self._record_measurement(start_ns)
             end_ns = monotonic_ns()
             thread = recorder.current_thread_state()
-            first_word = Kind.MEMORY | thread.thread_bits | thread.open_kind << INSIDE_AT | self._look_count << SITE_AT
+            first_word = Kind.MEMORY | thread.thread_bits | thread.open_kind << INSIDE_AT
             recorder.put(first_word, start_ns, end_ns - start_ns, 0)
             self._due_ns = end_ns + max(MEASURE_INTERVAL_NS, (end_ns - start_ns) * WAIT_FACTOR)
             return
@@ -152,7 +136,7 @@ class MemoryTracer:
         for device in statistics:
             walk.bytes_by_device.setdefault(device, [0, 0, 0])
         devices = [
-            self._device_entry(walk, name, statistics.get(name), self._unknown_reasons(walk, name))
+            self._device_entry(walk, name, statistics.get(name), self._unknown_reasons(walk))
             for name in sorted(walk.bytes_by_device)
         ]
         is_recent = start_ns - self._last_event_ns < SAME_EVENT_INTERVAL_NS
@@ -162,18 +146,9 @@ class MemoryTracer:
         took_ms = (monotonic_ns() - start_ns) / 1e6
         self.session.record_event("memory", "last", step=None, took_ms=took_ms, devices=devices, absent={})
 
-    def _unknown_reasons(self, walk: StorageWalk, device: str) -> dict[str, str]:
+    def _unknown_reasons(self, walk: StorageWalk) -> dict[str, str]:
         """Return the reason for each part that is not fully known."""
-        absent = {}
-        for kind, part in enumerate(_PARTS):
-            names = walk.unsized_types[kind]
-            if kind in walk.truncated_kinds:
-                absent[part] = f"not measured: there are more than {MAX_TENSORS:,} tensors"
-            elif names:
-                count, types = sum(names.values()), ", ".join(islice(names, MAX_TYPES))
-                verb = "does not report its size" if count == 1 else "do not report their size"
-                others_text = f"the others hold {walk.bytes_by_device[device][kind]:,} bytes on this device"
-                absent[part] = f"{count:,} of its tensors {verb} ({types}); {others_text}"
+        absent = {_PARTS[kind]: reason for kind, reason in walk.unknown_reasons.items()}
         if not self.recorder.has_run_backward and not walk.total(GRADIENTS):
             absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD)
         has_stepped = self.recorder.optimizer_steps > 0
@@ -193,25 +168,14 @@ class MemoryTracer:
         part_bytes = walk.bytes_by_device[name]
         entry: dict[str, object] = {"device": name, **dict(zip(_PARTS, part_bytes, strict=True))}
         if stats is None:
-            unknown_parts = (*_ALLOCATOR, "peak_after_step")
-            entry.update(dict.fromkeys(unknown_parts))
-            absent.update(dict.fromkeys(unknown_parts, _NO_STATISTICS))
+            entry.update(dict.fromkeys(_ALLOCATOR))
+            absent.update(dict.fromkeys(_ALLOCATOR, _NO_STATISTICS))
         else:
-            last_peak, peak_after_look = self._peaks.get(name, (-1, 0))
-            if stats["peak_bytes"] != last_peak:  # it grew, or the script has reset it
-                peak_after_look = self._look_count - 1
-            self._peaks[name] = stats["peak_bytes"], peak_after_look
             unknown_part = next((part for part in _PARTS if part in absent), None)
             rest_bytes = stats["allocated_bytes"] - sum(part_bytes)
-            entry.update(
-                stats,
-                rest_bytes=rest_bytes if rest_bytes >= 0 and unknown_part is None else None,
-                peak_after_step=peak_after_look,  # the assembler replaces it by the step of that measurement
-            )
             if unknown_part is not None:
                 absent["rest_bytes"] = f"{unknown_part} is not known"
             elif rest_bytes < 0:
                 absent["rest_bytes"] = "part of the tensors' memory is not from torch's allocator"
-        if name in walk.shared_bytes:
-            entry.update(shared_bytes=walk.shared_bytes[name], shared_files=mapped_files(walk.shared_addresses))
+            entry.update(stats, rest_bytes=None if "rest_bytes" in absent else rest_bytes)
         return {**entry, **{part: None for part in _PARTS if part in absent}, "absent": absent}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
-from zlib import crc32
 
 import torch
 
 from dpmon.tracer.core.module_tables import (
     BUFFERS,
     PARAMETERS,
-    class_name,
     dense_parts,
     is_distributed_class,
     modules_of,
@@ -37,15 +33,8 @@ class StorageWalk:
         """Count. `models`: root modules, which may share parts."""
         self.bytes_by_device: dict[str, list[int]] = {}
         """Per device, bytes of each kind."""
-        # Not a Counter: its constructor is Python code, which torch.compile would try to compile.
-        self.shared_bytes: dict[str, int] = defaultdict(int)
-        """Per device, bytes of models in shared memory of the host."""
-        self.shared_addresses: list[int] = []
-        """The addresses of these models' storages."""
-        self.unsized_types: list[dict[str, int]] = [defaultdict(int) for _ in range(3)]
-        """Per kind, the number of tensors of unknown size by type."""
-        self.truncated_kinds: set[int] = set()
-        """Kinds with more than MAX_TENSORS tensors; tensors beyond the limit are not counted."""
+        self.unknown_reasons: dict[int, str] = {}
+        """By kind: why its bytes are not fully known."""
         self._counted_storages: set[tuple[str, int]] = set()
         modules = list({id(module): module for root in models for module in modules_of(root)}.values())
         with torch._C.DisableTorchFunction():
@@ -59,6 +48,7 @@ class StorageWalk:
 
     def _add_all(self, part_kind: int, tensors: Iterator[Any]) -> None:
         """Count tensors of one kind, up to MAX_TENSORS."""
+        unsized_count = 0
         for tensor in islice(tensors, MAX_TENSORS):
             try:
                 for part in _plain_tensors(tensor):
@@ -66,37 +56,20 @@ class StorageWalk:
                     if storage.device.type != "meta":  # a fake tensor reports another device but holds no data
                         self._add(part_kind, str(part.device), storage)
             except _UNREADABLE:
-                self.unsized_types[part_kind][class_name(tensor)] += 1
+                unsized_count += 1
                 with suppress(Exception):
                     self.bytes_by_device.setdefault(str(tensor.device), [0, 0, 0])
         if next(tensors, None) is not None:
-            self.truncated_kinds.add(part_kind)
+            self.unknown_reasons[part_kind] = f"not measured: there are more than {MAX_TENSORS:,} tensors"
+        elif unsized_count:
+            self.unknown_reasons[part_kind] = f"the size of {unsized_count:,} of its tensors is unknown"
 
     def _add(self, part_kind: int, device: str, storage: Any) -> None:
         """Count a storage unless it is already counted."""
         key = device, storage._cdata
-        if key in self._counted_storages:
-            return
-        self._counted_storages.add(key)
-        size = storage.nbytes()
-        self.bytes_by_device.setdefault(device, [0, 0, 0])[part_kind] += size
-        if part_kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
-            self.shared_bytes[device] += size
-            self.shared_addresses.append(storage.data_ptr())
-
-
-def mapped_files(addresses: Iterable[int]) -> str | None:
-    """Return a name for the files mapped at these addresses, the same in all processes; None if unknown."""
-    starts, files = [], []
-    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
-        for line in maps:
-            address_range, permissions, _, device, inode = line.split(None, 5)[:5]
-            if permissions.endswith(b"s"):
-                start, _, _ = address_range.partition(b"-")
-                starts.append(int(start, 16))  # in order of address
-                files.append(device + b" " + inode)
-    used_files = {files[bisect_right(starts, address) - 1] for address in addresses if files}
-    return f"{crc32(b' '.join(sorted(used_files))):08x}" if used_files else None
+        if key not in self._counted_storages:
+            self._counted_storages.add(key)
+            self.bytes_by_device.setdefault(device, [0, 0, 0])[part_kind] += storage.nbytes()
 
 
 def _iter_weights(module: object) -> Iterator[object]:

@@ -24,7 +24,6 @@ import torch
 
 from dpmon.tracer.core.hidden_frames import Function
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _known_threads: dict[int, object] = threading._active  # type: ignore[attr-defined]
 """Python's table of threads by id. A worker gets an entry if its replica asks for the current thread."""
 _workers: list[SimpleQueue[ReplicaThread]] = []
@@ -113,18 +112,6 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 # ------------------------------------------------------------------------------------------------ cores
-
-
-def available_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Return how many cores this process may use: its affinity, limited by its cgroups' CPU quota; at least 1."""
-    cores = float(len(os.sched_getaffinity(0)))
-    with suppress(OSError, ValueError):
-        own_group = Path(membership.read_text().rpartition("0::/")[2].strip())
-        for group in (own_group, *own_group.parents):  # the quotas of all ancestors apply, too
-            with suppress(OSError, ValueError):  # no such file, or "max"
-                quota, period = (cgroups / group / "cpu.max").read_text().split()
-                cores = min(cores, int(quota) / int(period))
-    return max(1, int(cores))
 
 
 def limit_this_thread(count: int) -> None:

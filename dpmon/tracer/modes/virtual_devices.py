@@ -17,6 +17,7 @@ already on the device. In these two cases dpmon makes the copies.
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import warnings
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ import torch
 
 from dpmon.record.span_format import Kind
 from dpmon.tracer.core.hidden_frames import Function
-from dpmon.tracer.modes.replica_threads import ReplicaThread, available_cores
+from dpmon.tracer.modes.replica_threads import ReplicaThread
 
 PRIMITIVE_NAMES = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """Names of DataParallel's phases in the module that defines it."""
@@ -237,7 +238,7 @@ class VirtualDevices:
         if "autocast" in originals.parallel_apply.__globals__:  # torch 2.4
             apply_globals["autocast"] = _autocast_on(base)
         if base.type == "cpu":
-            new_thread = partial(ReplicaThread, max(1, available_cores() // count))
+            new_thread = partial(ReplicaThread, max(1, len(os.sched_getaffinity(0)) // count))
             apply_globals["threading"] = SimpleNamespace(Thread=new_thread, Lock=threading.Lock)
         phase_functions = (
             with_globals(originals.scatter_kwargs, scatter=scatter),

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic_ns
 from typing import Any
@@ -34,18 +35,16 @@ _MAX_LENGTH = (1 << 32) - 2
 _ITERABLE_REASON = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
 
 
+@dataclass(eq=False)
 class SeenObject:
     """A loader or a dataset that has been seen."""
 
-    __slots__ = ("length", "number", "starts")
-
-    def __init__(self) -> None:
-        self.number = 0
-        """The number of a dataset, from 1."""
-        self.starts = 0
-        """How often a loader has started."""
-        self.length: int | str | None = None
-        """The number of a loader's batches, or why it is unknown; None until the loader was asked."""
+    number: int = 0
+    """The number of a dataset, from 1."""
+    starts: int = 0
+    """How often a loader has started."""
+    length: int | str | None = None
+    """The number of a loader's batches, or why it is unknown; None until the loader was asked."""
 
 
 class LoaderTracer:
@@ -61,8 +60,6 @@ class LoaderTracer:
         self._recorder.loops.clear()
         self._loops, self._datasets = count(1), count(1)
         """The numbers for the next loop and the next dataset."""
-        self._is_asking_length = False
-        """Whether a loader is being asked for its length, which may start the loader again."""
         self._event_count = self._last_event_ns = 0
         self._seen: IdentityTable[SeenObject] = IdentityTable()
         """The living loaders and their datasets."""
@@ -113,17 +110,12 @@ class LoaderTracer:
         if iterator.__dict__.get("_dataset_kind") != _DatasetKind.Map:
             return _ITERABLE_REASON
         if seen_loader.length is None:
-            if self._is_asking_length:
-                return "its length is being computed"
-            self._is_asking_length = True
             try:
                 with _preserve_rng_state(), torch._C.DisableTorchFunction():  # hides the call from the script's modes
                     seen_loader.length = len(iterator)
             except Exception as error:  # noqa: BLE001 - the script's own code may fail
                 raise_from_signal(error)
                 seen_loader.length = f"its __len__ raised {class_name(error)}"
-            finally:
-                self._is_asking_length = False
         return seen_loader.length
 
 

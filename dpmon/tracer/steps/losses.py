@@ -5,8 +5,8 @@ update. Of the passes inside `optimizer.step`, only the first counts, because to
 written at most once per second, and for the last update before the process ends.
 
 A detached tensor of each pass lives until the next update, without the graph. If it is due, its value is read from
-memory; on a GPU, it is copied to pinned memory, and a later pass reads the copy if its event has completed. Nothing
-waits for the GPU. Dispatch and function modes of the script see neither.
+memory; on a GPU, it is copied to pinned memory, and a later pass reads the copy if its event has completed. One copy is
+under way at a time, and nothing waits for the GPU. Dispatch and function modes of the script see neither.
 
 The calling line is the innermost one of the script, as for an exception. Under a GradScaler, a pass begins at a scaled
 loss. So a wrapper of `GradScaler.scale` remembers what was scaled.
@@ -14,17 +14,17 @@ loss. So a wrapper of `GradScaler.scale` remembers what was scaled.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import nan
-from time import sleep
-from typing import Any
+from time import monotonic_ns, sleep
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,10 +40,8 @@ MAX_PASSES = 256
 """The passes of an update are added up if there are at most this many."""
 MAX_CALLERS = 16
 """How many lines of a process can have losses."""
-MAX_COPIES = 8
-"""How many copies from a GPU may be in progress."""
-MAX_EXIT_POLLS = 100
-"""How many milliseconds the end of a process may wait for copies from a GPU, which may hang."""
+MAX_EXIT_WAIT_NS = 100_000_000
+"""How long the end of a process may wait for copies from a GPU, which may hang."""
 _count_dispatch_modes, _DisableTorchFunction = torch._C._len_torch_dispatch_stack, torch._C.DisableTorchFunction
 _HIDDEN_DIRECTORIES = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
@@ -65,40 +63,32 @@ def _is_script_file(file: str) -> bool:
     return is_script_file(file) and not _is_hidden(file)
 
 
-_DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
-
-
+@dataclass(slots=True, eq=False)
 class BackwardCaller:
     """A line of the script that calls backward, itself or through a library."""
 
-    __slots__ = ("has_reason", "location", "losses", "newest", "next_ns", "start_ns", "was_stepping")
+    location: str
+    has_reason: bool = False
+    """Whether the first reason why there is no loss was written."""
+    next_ns: int = 0
+    """When the next loss may be written (monotonic ns)."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """The detached losses of the passes since the last update."""
+    start_ns: int = 0
+    """Start of the last pass."""
+    was_stepping: bool = False
+    """Whether the last pass ran inside an optimizer step."""
+    newest: tuple[int, list[torch.Tensor]] | None = None
+    """`start_ns` and `losses` of the last update, if they are not written yet."""
 
-    def __init__(self, location: str) -> None:
-        self.location = location
-        self.has_reason = False
-        """Whether the first reason why there is no loss was written."""
-        self.next_ns = 0
-        """When the next loss may be written (monotonic ns)."""
-        self.losses: list[torch.Tensor] = []
-        """The detached losses of the passes since the last update."""
-        self.start_ns, self.was_stepping = 0, False
-        """Start of the last pass, and whether it ran inside an optimizer step."""
-        self.newest: tuple[int, list[torch.Tensor]] | None = None
-        """`start_ns` and `losses` of the last update, if they are not written yet."""
 
+class PendingCopy(NamedTuple):
+    """The losses of an update on their way from a GPU, and the event that completes once they have arrived."""
 
-class PinnedCopy:
-    """A piece of pinned memory for the losses of an update, with the event that completes once they are there."""
-
-    __slots__ = ("caller", "cells", "device", "event", "losses", "start_ns")
-
-    def __init__(self, cells: torch.Tensor) -> None:
-        self.cells = cells
-        self.event: Any = None
-        self.device: int | None = None
-        self.losses: list[torch.Tensor] = []
-        self.caller: Any = None
-        self.start_ns = 0
+    caller: BackwardCaller
+    start_ns: int
+    losses: list[torch.Tensor]
+    event: Any
 
 
 class LossTracer:
@@ -108,22 +98,21 @@ class LossTracer:
         self._session = session
         self._recorder = recorder
         self._events = events
-        self._pending_copies: deque[PinnedCopy] = deque()
-        self._free_copies: list[PinnedCopy] | None = None
-        """None until pinned memory is allocated."""
+        self._pinned_memory: torch.Tensor | None = None
+        """A row for each pass of an update; None until a loss is on a GPU."""
+        self._pending_copy: PendingCopy | None = None
         self._guard = session.guard("loss", fatal=False)
         self._wrapped_classes: set[type] = set()
         """Classes of scalers that were wrapped, with their bases."""
         self._parent_copies: list[object] = []
-        """`PinnedCopy` objects of the parent process, which a forked child must keep alive."""
+        """Memory and events of the parent process, which a forked child must not return to the driver."""
         self.reset()
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._callers: dict[tuple[str, int], BackwardCaller] = {}
-        if self._free_copies is not None:  # this process must not return the parent's events and memory to the driver
-            self._parent_copies.append((self._free_copies, self._pending_copies))
-            self._free_copies, self._pending_copies = None, deque()
+        self._parent_copies.append((self._pinned_memory, self._pending_copy))
+        self._pinned_memory = self._pending_copy = None
         self._scaled_losses: deque[tuple[Any, torch.Tensor]] = deque(maxlen=4)
         """Weak references to the last scaled losses, with the detached unscaled losses."""
         if self._session.config.loss:
@@ -158,8 +147,8 @@ class LossTracer:
         """Note the loss of a backward pass that just ended. `args`, `kwargs`: of autograd's engine."""
         recorder = self._recorder
         if thread is recorder.training_thread and recorder.ring is not None:
-            if self._pending_copies:
-                self._run_hidden(self._read_copies)
+            if self._pending_copy is not None:
+                self._run_hidden(self._read_copy, self._pending_copy)
             # Other passes are torch.autograd.grad, or a pass across RPC.
             if kwargs.get("accumulate_grad") and type(args[0]) is tuple and args[0]:
                 self._run_hidden(self._add_pass, start_ns, args[0], len(thread.open_steps) > 0)
@@ -225,12 +214,14 @@ class LossTracer:
 
     def _write_update(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> None:
         """Write the loss of a line's last update, or begin to copy it from a GPU."""
-        caller.newest, caller.next_ns = None, start_ns + LOSS_INTERVAL_NS
         reason = next(filter(None, map(_unreadable_reason, losses)), None)
-        if reason is None and any(loss.is_cuda for loss in losses):
-            self._copy(caller, start_ns, losses)
-        else:
-            self._write(caller, start_ns, nan if reason else sum(map(_value, losses)), reason)
+        if reason is not None:
+            self._write(caller, start_ns, nan, reason)
+        elif not any(loss.is_cuda for loss in losses):
+            self._write(caller, start_ns, _sum_of(losses))
+        elif not self._copy(caller, start_ns, losses):
+            return  # the loss of a later update is written
+        caller.newest, caller.next_ns = None, start_ns + LOSS_INTERVAL_NS
 
     def _write(self, caller: BackwardCaller, start_ns: int, value: float, reason: str | None = None) -> None:
         """Write a loss; or, once for each line, the `reason` why its loss cannot be read."""
@@ -244,45 +235,38 @@ class LossTracer:
 
     # ---------------------------------------------------------------- on a GPU
 
-    def _copy(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> None:
-        """Begin to copy the losses of an update, unless a CUDA graph is captured or too many copies are under way."""
+    def _copy(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> bool:
+        """Begin to copy losses. Return False if a CUDA graph is being captured, or another copy is pending."""
         events = self._events = self._events or TorchEvents(self._session)
-        if events.is_capturing():
-            return
+        if self._pending_copy is not None or events.is_capturing():
+            return False
+        copies = []
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            if self._free_copies is None:
-                memory = torch.empty((MAX_COPIES, MAX_PASSES, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
-                self._free_copies = list(map(PinnedCopy, memory))
-            if not self._free_copies:
-                return
-            copy = self._free_copies[-1]
-            copy.caller, copy.start_ns, copy.losses = caller, start_ns, []
-            for index, loss in enumerate(losses):
-                copy.losses.append(copy.cells[index, : _DTYPE_BYTES[loss.dtype]].view(loss.dtype))
-                copy.losses[-1].copy_(loss.view(1), non_blocking=True)
-        device = max(loss.get_device() for loss in losses)
-        if copy.device != device:  # an event belongs to one device
-            copy.event, copy.device = events.create_event(), device
-        events.record(copy.event, device)
-        self._pending_copies.append(self._free_copies.pop())
+            if self._pinned_memory is None:
+                self._pinned_memory = torch.empty((MAX_PASSES, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
+            for row, loss in zip(self._pinned_memory, losses, strict=False):
+                copies.append(row[: loss.dtype.itemsize].view(loss.dtype))
+                copies[-1].copy_(loss.view(1), non_blocking=True)
+        event = events.create_event()
+        events.record(event, max(loss.get_device() for loss in losses))
+        self._pending_copy = PendingCopy(caller, start_ns, copies, event)
+        return True
 
-    def _read_copies(self) -> None:
-        """Write the losses whose copies have completed."""
-        pending, events = self._pending_copies, self._events
-        while pending and events is not None and not events.is_capturing() and events.is_done(pending[0].event):
-            copy = pending.popleft()
-            self._write(copy.caller, copy.start_ns, sum(map(_value, copy.losses)))
-            if self._free_copies is not None:
-                self._free_copies.append(copy)
+    def _read_copy(self, copy: PendingCopy) -> None:
+        """Write the losses of a copy if it has completed."""
+        events = self._events
+        if events is not None and not events.is_capturing() and events.is_done(copy.event):
+            self._pending_copy = None
+            self._write(copy.caller, copy.start_ns, _sum_of(copy.losses))
 
     def at_exit(self) -> None:
         """Write the losses of the last update, because the process ends."""
-        for caller in self._callers.values():
-            if caller.newest is not None:
+        end_ns = monotonic_ns() + MAX_EXIT_WAIT_NS
+        for caller in (None, *self._callers.values()):
+            if caller is not None and caller.newest is not None:
                 self._run_hidden(self._write_update, caller, *caller.newest)
-        for _ in range(MAX_EXIT_POLLS):
-            self._run_hidden(self._read_copies)
-            if self._pending_copies:
+            while self._pending_copy is not None and monotonic_ns() < end_ns:
+                self._run_hidden(self._read_copy, self._pending_copy)
                 sleep(0.001)
 
 
@@ -302,16 +286,12 @@ def _unreadable_reason(loss: Any) -> str | None:
         return f"the pass begins at a tensor of {loss.numel():,} values, not at one value"
     if loss.device.type not in ("cpu", "cuda"):
         return f"dpmon does not read values on a device of type {loss.device.type}"
-    if loss.dtype not in _DTYPE_BYTES or loss.layout is not torch.strided or loss.is_neg() or not loss.data_ptr():
+    if not loss.is_floating_point() or loss.layout is not torch.strided or loss.is_neg() or not loss.data_ptr():
         return "the pass begins at a tensor of an unusual type"
     return None
 
 
-def _value(tensor: torch.Tensor) -> float:
-    """Return the value of a tensor with one element in the host's memory."""
-    raw = ctypes.string_at(tensor.data_ptr(), _DTYPE_BYTES[tensor.dtype])
-    if tensor.dtype == torch.bfloat16:  # the upper half of a float32
-        raw = b"\0\0" + raw
-    value: float
-    (value,) = struct.unpack({2: "=e", 4: "=f", 8: "=d"}[len(raw)], raw)
-    return value
+def _sum_of(losses: list[torch.Tensor]) -> float:
+    """Return the sum of tensors with one element each in the host's memory."""
+    with torch._C._DisableTorchDispatch():
+        return sum(float(loss.item()) for loss in losses)

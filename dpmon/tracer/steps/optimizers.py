@@ -99,7 +99,7 @@ class OptimizerTracer:
                     number = self._assign_number(optimizer)
                 first_word = Kind.OPTIMIZER | outer_kind << INSIDE_AT | thread.thread_bits | number << SITE_AT
                 timer = recorder.device_timer
-                phase_timer = None if timer is None else timer.begin(thread, Kind.OPTIMIZER)
+                phase_timer = None if timer is None else timer.begin(thread)
                 start_ns = clock()
                 recorder.words[thread.start_word] = start_ns
                 recorder.open_kinds[thread.number] = Kind.OPTIMIZER
@@ -150,7 +150,7 @@ class OptimizerTracer:
         if thread is None or thread.open_kind != Kind.OPTIMIZER:  # another thread, or the closure is traced twice
             return closure(*args, **kwargs)
         try:
-            phase_timer = None if timer is None else timer.begin(thread, Kind.CLOSURE)
+            phase_timer = None if timer is None else timer.begin(thread)
             first_word = Kind.CLOSURE | Kind.OPTIMIZER << INSIDE_AT | thread.thread_bits
             return recorder.run_in_span(thread, first_word, phase_timer, None, closure, args, kwargs)
         except BaseException as error:

@@ -6,10 +6,9 @@ training resumes automatically.
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 from time import monotonic_ns, sleep
-from typing import Any
 
 from dpmon.record.span_format import Kind
 from dpmon.span_ring import HeaderWord, SpanRing, wants_pause
@@ -19,10 +18,6 @@ from dpmon.tracer.steps.span_recorder import SpanRecorder
 POLL_INTERVAL_S = 0.025
 CHECK_INTERVAL_NS = 500_000_000
 """Interval between checks that the supervisor is alive."""
-MAX_INFO_BYTES = 1 << 22
-_START_FIELD = 18
-"""Index of the start time (in ticks) among the fields after the state in /proc/<pid>/stat (proc_pid_stat(5))."""
-
 _RANKS_REASON = (
     "the ranks of a distributed training wait for each other in collectives, which time out after some minutes: "
     "a paused rank would make the others fail"
@@ -104,30 +99,12 @@ class Pauser:
 
 
 def _why_unsupervised(session: Session) -> str | None:
-    """Return why no supervisor could end a pause; None if the supervisor is alive."""
+    """Return why no supervisor could end a pause; None if the supervisor is alive: it holds a lock while it runs."""
     try:
-        path = os.path.join(session.config.directory, "run.json")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            run_info: Any = json.loads(file.read(MAX_INFO_BYTES))
-        pid, started_s = run_info["supervisor_pid"], run_info["supervisor_started"]
+        with open(os.path.join(session.config.directory, "supervisor.lock"), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
     except OSError as error:
         return f"the run's directory cannot be read ({error.strerror})"
-    except (ValueError, LookupError, TypeError):
-        return "run.json does not name the supervisor of the run"
-    return None if _is_alive(pid, started_s) else "the supervisor has exited"
-
-
-def _is_alive(pid: object, started_s: object) -> bool:
-    """Return whether the process `pid`, which started `started_s` seconds after boot, is still running."""
-    if type(pid) is not int or not isinstance(started_s, (int, float)):
-        return False
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may itself contain blanks and parentheses.
-            _, _, text = file.read(4096).rpartition(b")")
-        state, *fields = text.split()
-        start_ticks, ticks_per_s = int(fields[_START_FIELD]), os.sysconf("SC_CLK_TCK")
-        return state not in (b"Z", b"X", b"x") and abs(start_ticks / ticks_per_s - started_s) < 1.5 / ticks_per_s
-    except (OSError, ValueError, LookupError):
-        return False
+    return "the supervisor has exited"

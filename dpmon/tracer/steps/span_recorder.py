@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from threading import get_ident
 from time import monotonic_ns
@@ -24,7 +25,6 @@ import torch
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, HeaderWord, SpanRing
 from dpmon.tracer.core.hidden_frames import (
-    CALL_FILES,
     Function,
     copy_name_and_signature,
     drop_frames,
@@ -55,42 +55,29 @@ PAUSE, PAUSED, TRAINING_THREAD = HeaderWord.PAUSE, HeaderWord.PAUSED, HeaderWord
 TRAINING_TID, LAST_LOOP_END = HeaderWord.TRAINING_TID, HeaderWord.LAST_LOOP_END
 
 
+@dataclass(slots=True, eq=False)
 class ThreadState:
     """The state of one thread."""
 
-    __slots__ = (
-        "dp_failure",
-        "has_fetch_note",
-        "number",
-        "open_kind",
-        "open_steps",
-        "passed_devices",
-        "root",
-        "split_call",
-        "start_word",
-        "thread_bits",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.thread_bits = number << THREAD_AT
-        """The number of the thread, shifted to its place in a span's first word."""
-        self.number = number
-        self.start_word = HeaderWord.SPAN_START + number
-        """Index of the word in the ring's header that holds the start of the thread's current span."""
-        self.open_kind = 0
-        """Kind of the current span, 0 for none."""
-        self.root: Any = None
-        """The `TracedModule` of the root module that is being called."""
-        self.split_call: Any = None
-        """The `SplitCall` that this thread runs."""
-        self.passed_devices: tuple[str, ...] = ()
-        """The devices that the script passed to scatter or replicate since the last composed call."""
-        self.open_steps: list[tuple[int, int, int, Any, int]] = []
-        """Unfinished optimizer steps: enclosing kind, first word of the span, start, phase timer, optimizer number."""
-        self.dp_failure: Any = None
-        """The warning about the failed dp of the current call, and the module: see `ModeDecider`."""
-        self.has_fetch_note = False
-        """Whether the current fetch is noted in stages.log."""
+    number: int
+    thread_bits: int
+    """The number of the thread, shifted to its place in a span's first word."""
+    start_word: int
+    """Index of the word in the ring's header that holds the start of the thread's current span."""
+    open_kind: int = 0
+    """Kind of the current span, 0 for none."""
+    root: Any = None
+    """The `TracedModule` of the root module that is being called."""
+    split_call: Any = None
+    """The `SplitCall` that this thread runs."""
+    passed_devices: tuple[str, ...] = ()
+    """The devices that the script passed to scatter or replicate since the last composed call."""
+    open_steps: list[tuple[int, int, int, Any, int]] = field(default_factory=list)
+    """Unfinished optimizer steps: enclosing kind, first word of the span, start, phase timer, optimizer number."""
+    dp_failure: Any = None
+    """The warning about the failed dp of the current call, and the module: see `ModeDecider`."""
+    has_fetch_note: bool = False
+    """Whether the current fetch is noted in stages.log."""
 
 
 class SpanRecorder:
@@ -198,7 +185,9 @@ class SpanRecorder:
         """Return the calling thread's state; create it if necessary. Threads beyond the ring's limit share a number."""
         thread = self.threads.get(get_ident())
         if thread is None:
-            thread = self.threads[get_ident()] = ThreadState(min(next(self._thread_numbers), THREADS - 1))
+            number = min(next(self._thread_numbers), THREADS - 1)
+            thread = ThreadState(number, number << THREAD_AT, HeaderWord.SPAN_START + number)
+            self.threads[get_ident()] = thread
         return thread
 
     def on_call(self, thread: ThreadState) -> None:
@@ -215,13 +204,6 @@ class SpanRecorder:
         self.training_thread = thread
         self.words[TRAINING_THREAD] = thread.number
         self.words[TRAINING_TID] = threading.get_native_id()
-
-    def reset_interrupted_call(self) -> None:
-        """Reset the calling thread's state if an interrupt left a call in it that is no longer running."""
-        thread = self.current_thread_state()
-        files = (frame.f_code.co_filename for frame in iter_callers(sys._getframe(1)))
-        if not any(file.startswith(CALL_FILES) for file in files):
-            thread.open_kind, thread.split_call, thread.root = 0, None, None
 
     # ---------------------------------------------------------------- writing
 
@@ -258,7 +240,7 @@ class SpanRecorder:
             self.open_kinds[thread.number] = thread.open_kind
             first_word |= flags << FLAGS_AT
             if timer is not None:
-                first_word |= timer.end_with_error()
+                first_word |= timer.end()
             number = self.put(first_word, start_ns, now - start_ns, sizes)
             if timer is not None:
                 timer.set_span_number(number)
@@ -346,7 +328,7 @@ class SpanRecorder:
                     elif not self.has_run_backward:
                         self._on_first_backward(thread)
                     if self.device_timer is not None:
-                        phase_timer = self.device_timer.begin(thread, span_kind)
+                        phase_timer = self.device_timer.begin(thread)
                     if not is_fetch and thread is self.training_thread and self.before_backward is not None:
                         self.before_backward(thread, args)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
@@ -421,9 +403,7 @@ class SpanRecorder:
         with self.session.guard("step of an optimizer"):
             running_steps = sum(frame.f_code in _AROUND_STEPS for frame in iter_callers(sys._getframe(1)))
             while len(thread.open_steps) > running_steps - unlisted_steps:
-                thread.open_kind, _, _, phase_timer, _ = thread.open_steps.pop()
-                if phase_timer is not None:
-                    phase_timer.end_with_error()
+                thread.open_kind, *_ = thread.open_steps.pop()
         return thread.open_kind
 
     # ---------------------------------------------------------------- between two steps

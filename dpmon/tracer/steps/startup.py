@@ -7,13 +7,12 @@ notes are written, so later steps pay nothing.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dpmon.tracer.core.hidden_frames import wrap_rare_function
+from dpmon.tracer.core.hidden_frames import replace_in_modules, wrap_rare_function
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import append_note
@@ -42,12 +41,7 @@ class StartupNotes:
             before=lambda *args, **kwargs: self._note(lambda: _describe_group(args, kwargs)),
             on_error=lambda error, *_, **__: self.note_end(error),
         )
-        for name, module in list(sys.modules.items()):
-            if not name.startswith("torch.distributed"):
-                continue
-            members = getattr(module, "__dict__", None)  # a script may put None there to forbid an import
-            if type(members) is dict and members.get("init_process_group") is original:
-                members["init_process_group"] = wrapped
+        replace_in_modules("torch.distributed", "init_process_group", original, wrapped)
 
     def note_fetch(self, iterator: object) -> bool:
         """Note the first fetch of a loader before the first call. Return whether a note was written."""

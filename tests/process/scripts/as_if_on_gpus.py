@@ -2,12 +2,14 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"
 
 import torch
 
 RESERVED = (3 << 30, 5 << 30)
+NVML_INDEX = (1, 3)
 observers = []
 
 
@@ -25,6 +27,9 @@ def stats(index):
 torch.cuda.is_initialized = lambda: True
 torch.cuda.device_count = lambda: 2
 torch.cuda.memory_stats = stats
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(
+    uuid=f"00000000-0000-0000-0000-00000000000{NVML_INDEX[index]}"
+)
 torch._C._cuda_attach_out_of_memory_observer = observers.append
 
 model = torch.nn.Linear(4, 2)

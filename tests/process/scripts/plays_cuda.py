@@ -88,11 +88,12 @@ def begin():
     torch.cuda.Event = Event
     torch.cuda.CUDAGraph = Graph
     torch.cuda.current_stream = Stream
-    torch.cuda.is_current_stream_capturing = lambda: PLAYED.capturing
     torch.cuda.memory_stats = lambda index: {}
     # In a torch built for CUDA, they would search for a driver.
-    torch._C._cuda_getCurrentRawStream = torch._C._cuda_isCurrentStreamCapturing = None
+    torch._C._CudaEventBase = Event
+    torch._C._cuda_getCurrentRawStream = lambda device: device
+    torch._C._cuda_isCurrentStreamCapturing = lambda: PLAYED.capturing
     torch._C._cuda_attach_out_of_memory_observer = lambda observer: None
-    timing = sys.modules.get("dpmon.tracer.devices.device_timing")
-    if timing is not None:  # else there is no tracer
-        timing.gpu_of = sys.modules["dpmon.tracer.calls.stages"].gpu_of = gpu_of
+    if "dpmon.tracer.devices.device_timing" in sys.modules:  # else there is no tracer
+        for name in ("devices.device_timing", "calls.stages", "calls.replicas"):
+            sys.modules[f"dpmon.tracer.{name}"].gpu_of = gpu_of

@@ -28,6 +28,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+measurement = sys.modules.get("dpmon.tracer.memory.measurement")
+if measurement is not None:
+    measurement.MEASURE_INTERVAL_NS = measurement.WAIT_FACTOR = 0
+
 WORLD = 2
 STEPS = 8
 ROWS = 6

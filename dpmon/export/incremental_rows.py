@@ -1,9 +1,8 @@
 """Selects the rows of a history that a reader does not have yet.
 
 Rows with ids from the common counter are sent once, in the order of their ids. All other rows may change. They are sent
-when a transaction has changed them (dpmon.store.table.KEPT), and the reader replaces those with the same key. Of time
-buckets (dpmon.store.time_buckets), only the narrowest are sent, once their time is over: the reader makes the wider
-ones. Of the beginning of a long run, a new reader gets wide buckets only.
+when a transaction has changed them (dpmon.store.table.CHANGING), and the reader replaces those with the same key. Time
+buckets (dpmon.store.time_buckets) are sent when their time is over. A new reader gets narrow ones of recent time only.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import SECOND, step_kind
@@ -24,7 +22,7 @@ from dpmon.store.row_exchange import TIMES, columns_sent, encode_rows
 from dpmon.store.steps import STEPS, StepRow
 from dpmon.store.store_queries import Store
 from dpmon.store.table import NUMBERED, Parameters, StoreTable
-from dpmon.store.time_buckets import WIDTHS, TimeBuckets
+from dpmon.store.time_buckets import WIDTHS
 
 MAX_IDS, MAX_COMPLETE_IDS = 20_000, 2000
 """Most ids of a chunk, if only some steps are sent, and if all rows are sent."""
@@ -33,16 +31,16 @@ MAX_ROWS = 20_000
 MAX_CALLED_CHARS = 1 << 12
 """Most characters of the calls of a step, about 150 of them: of more calls, only the last are sent."""
 MAX_BUCKETS = 2000
-"""Most time buckets of all ranks together in a chunk."""
+"""Most time buckets of all keys together in a chunk."""
 INITIAL_ROWS_S = 600
-"""At its first connection, a reader gets the steps, events and sums of this time. Of earlier time, it gets time
-buckets, losses, lasting events and the sums together."""
+"""How far back (s) a new reader gets steps, events and sums. Earlier sums arrive as one row per key; earlier losses and
+lasting events arrive in full."""
 INITIAL_BUCKETS_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}
-"""At its first connection, a reader gets time buckets of this many seconds, by their width (s); of others, all."""
+"""How far back (s) a new reader gets time buckets, by width. Wider ones go back to the run's start."""
 RECONNECT_FACTOR = 30
 """After a reconnection, a reader gets time buckets of this many times INITIAL_BUCKETS_S."""
 CHANGED_S = 600
-"""Time buckets that changed while the reader was disconnected are sent if they are at most this old."""
+"""After a reconnection, changed time buckets up to this age (s) are sent again."""
 RARE_CHUNKS, MINUTE_CHUNKS = 5, 30
 _INTERVALS = {
     "rings": RARE_CHUNKS,
@@ -73,8 +71,8 @@ def choose_step_ids(rows: Iterable[tuple[int, int, int]], divisor: int = 1) -> l
     return [step_id for step_id, number, _ in steps if number % one_in == 0]
 
 
-class _Stretch(NamedTuple):
-    """A time that is sent in buckets of one width, in seconds of the tables."""
+class _BucketRange(NamedTuple):
+    """Time buckets of one width between two seconds of the tables."""
 
     width: int
     begin_s: int
@@ -116,14 +114,18 @@ class IncrementalRows:
         """The id of the last step that was sent, by process."""
         self._seqs = dict.fromkeys((table.name for table in TABLES if table.has_seq), seq)
         """By table: the number of the last transaction whose changes were sent."""
-        self._narrowest = WIDTHS[sparse]
+        self._narrowest = 10 if sparse else 1
         """Width of the narrowest buckets that are sent."""
-        self._stretches: list[_Stretch] = []
-        """The time whose buckets are not sent yet, the oldest last. The first one grows."""
+        self._widths = [width for width in WIDTHS if shift_s % width == 0]
+        """The widths of which all buckets are sent. With a wrong clock, others do not begin as those of the reader."""
+        self._backlog: list[_BucketRange] = []
+        """Buckets of earlier time that are not sent yet."""
         self._first_seconds: dict[int, int] = {}
-        """The start of the first bucket that is sent, by width, in seconds of the tables. Without a width: all."""
-        self._changed_from_s = self._first_sum_s = 0
-        """Seconds of the tables from which changed buckets, and sums, are sent."""
+        """The start of the first bucket that is sent, by width, in seconds of the tables."""
+        self._changed_from_s = 0
+        """Changed buckets are sent if they end after this second of the tables."""
+        self._first_sum_s = BEFORE_S if self._is_new else 0
+        """Changed sums are sent if they start at or after this second of the tables."""
         self._ring_count = 0
         self._chunks = 0
 
@@ -139,8 +141,8 @@ class IncrementalRows:
 
     @property
     def deleted(self) -> dict[int, int]:
-        """The reader's second before which it gets no time buckets, by width."""
-        not_sent = {WIDTHS[0]: self._tallied_s} if self._narrowest > WIDTHS[0] else {}
+        """By width: the reader gets no buckets that start before this second of its own."""
+        not_sent = {1: self._tallied_s} if self._narrowest > 1 else {}
         return {width: second + self._shift_s for width, second in {**self._first_seconds, **not_sent}.items()}
 
     def next_chunk(self, store: Store, upto_s: int, *, is_last: bool) -> tuple[list[str], bool]:
@@ -155,7 +157,7 @@ class IncrementalRows:
         if self._chunks == 0:
             if self._rollups and self._is_new:
                 lines += self._skip_backlog(store, upto_s)
-            self._plan_stretches(store.buckets, store.origin_s, end_s)
+            self._plan_backlog(store, end_s)
         end_id = min(newest_id, self.offset + (MAX_IDS if self._rollups else MAX_COMPLETE_IDS))
         has_more = end_id < newest_id
         for table in self._due_tables(store, is_last=is_last):
@@ -163,17 +165,13 @@ class IncrementalRows:
             lines += changed_lines
             has_more = has_more or is_cut
         lines += self._new_id_lines(store, end_id, is_last=is_last and end_id == newest_id)
-        if is_last and self._narrowest > WIDTHS[0] and len(self._stretches) == 1:
-            # The last wide bucket is not complete, so its seconds are sent.
-            self._narrowest, self._first_seconds[WIDTHS[0]] = WIDTHS[0], self._tallied_s
-            self._stretches = [_Stretch(WIDTHS[0], self._tallied_s, end_s)]
-            self._changed_from_s = self._tallied_s
-        if self._narrowest > WIDTHS[0]:
-            end_s = min(end_s, store.buckets.made_until[self._narrowest])
-        lines += self._bucket_lines(store, end_s)
+        narrow_end_s = self._narrow_end_s(store, end_s)
+        lines += self._bucket_lines(store, narrow_end_s)
         self._chunks += 1
         self.offset = max(end_id, self.offset)
-        return lines, has_more or self._tallied_s < end_s
+        self._first_sum_s = max(self._first_sum_s, 0)
+        has_more_buckets = bool(self._backlog) or self._tallied_s < narrow_end_s
+        return lines, has_more or has_more_buckets
 
     def _skip_backlog(self, store: Store, upto_s: int) -> list[str]:
         """Skip the rows that are too old for a first connection, except lasting events and losses."""
@@ -189,7 +187,10 @@ class IncrementalRows:
         self._first_sum_s = (upto_s + store.origin_s - INITIAL_ROWS_S) // 60 * 60
         for table in _SUM_TABLES:
             query = table.merged_rows_sql(f"FROM {table.name} WHERE start_s < ?", start_s=str(BEFORE_S))
-            lines += encode_rows(table.name, store.query(query, (self._first_sum_s,)))
+            kinds = columns_sent(table.name).values()
+            rows = store.query(query, (self._first_sum_s,))
+            whole = [[int(v) if int in kind else v for v, kind in zip(row, kinds, strict=True)] for row in rows]
+            lines += encode_rows(table.name, whole)  # total() returns a float
         self.offset = last_skipped_id
         return lines
 
@@ -203,7 +204,7 @@ class IncrementalRows:
                 name = f"{name} + {self._shift_ns}"
             elif name == "start_s" and self._shift_s:
                 width = {"collective_sums": "1", "device_rollups": "60"}.get(table, "width")
-                name = f"(start_s + {self._shift_s}) / {width} * {width}"
+                name = f"(start_s + {self._shift_s} + {width} / 2) / {width} * {width}"
             elif (table, name) == ("events", "process"):
                 name = "ifnull(process, -1)"  # events of the supervisor have no process
             expressions.append(name)
@@ -323,48 +324,64 @@ class IncrementalRows:
 
     # ------------------------------------------------------------------------------------------ time buckets
 
-    def _plan_stretches(self, buckets: TimeBuckets, origin_s: int, upto_s: int) -> None:
-        """Choose the width of the buckets that are sent of each time: wide ones of the beginning of a long run."""
+    def _plan_backlog(self, store: Store, upto_s: int) -> None:
+        """Choose the buckets of earlier time that are sent: narrow ones only of recent time."""
         factor = 1 if self._is_new else RECONNECT_FACTOR
-        first_s, end_s = max(self._tallied_s, origin_s), upto_s
-        for width, wider in pairwise(WIDTHS[WIDTHS.index(self._narrowest) :]):
-            oldest_s = buckets.deleted_until[width]
+        sent_until_s = max(self._tallied_s, store.origin_s)
+        self._changed_from_s = sent_until_s - CHANGED_S
+        for width in WIDTHS[WIDTHS.index(self._narrowest) :]:
+            first_s = store.buckets.deleted_until[width]
             if self._rollups and width in INITIAL_BUCKETS_S:
-                oldest_s = max(oldest_s, upto_s - factor * INITIAL_BUCKETS_S[width])
-            begin_s = -(-oldest_s // wider) * wider
-            if begin_s <= first_s:
-                self._stretches.append(_Stretch(width, first_s // width * width, end_s))
-                break
-            self._stretches.append(_Stretch(width, begin_s, end_s))
-            self._first_seconds[width] = end_s = begin_s
-        else:
-            self._stretches.append(_Stretch(WIDTHS[-1], first_s // WIDTHS[-1] * WIDTHS[-1], end_s))
-        narrowest, *wide_stretches = self._stretches
-        self._changed_from_s = narrowest.begin_s - (0 if wide_stretches else CHANGED_S)
+                first_s = max(first_s, upto_s - factor * INITIAL_BUCKETS_S[width])
+            if first_s > sent_until_s:
+                wider = WIDTHS[min(WIDTHS.index(width) + 1, len(WIDTHS) - 1)]
+                self._first_seconds[width] = first_s = -(-first_s // wider) * wider
+            begin_s = max(first_s, sent_until_s // width * width)
+            end_s = store.buckets.made_until[width]
+            if width == self._narrowest:
+                self._tallied_s = max(begin_s, self._tallied_s)
+            elif width not in self._widths:
+                end_s = min(end_s, self._first_seconds.get(self._narrowest, 0)) // width * width
+            if width > self._narrowest and begin_s < end_s:
+                self._backlog.append(_BucketRange(width, begin_s, end_s))
+        if self._is_new:
+            self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
+
+    def _narrow_end_s(self, store: Store, upto_s: int) -> int:
+        """Return the end of the newest complete bucket of the narrowest width."""
+        width = self._narrowest
+        return upto_s if width == 1 else min(-(-upto_s // width) * width, store.buckets.made_until[width])
 
     def _bucket_lines(self, store: Store, upto_s: int) -> list[str]:
-        """Return the next time buckets up to a second, and those that have changed since they were sent."""
-        width, begin_s, end_s = self._stretches.pop()
-        is_narrowest = not self._stretches
-        if is_narrowest:
-            end_s = max(upto_s, begin_s)
-        stop_s = min(begin_s + width * (MAX_BUCKETS // max(len(store.rings), 1) + 1), end_s)
-        if is_narrowest or stop_s < end_s:
-            self._stretches.append(_Stretch(width, stop_s, end_s))
-        self._tallied_s = max(stop_s, self._tallied_s)
-        of_time = f"width <= 10 AND width = {width}" if is_narrowest else f"width = {width}"
-        of_time += " AND start_s >= {} AND start_s < {}"
-        conditions = [of_time.format(begin_s, stop_s)]
-        if is_narrowest:
-            changed = of_time.format(self._changed_from_s, begin_s)
-            conditions.append(f"{changed} AND seq > {self._seqs['tallies']}")
+        """Return the next buckets of the backlog; after that, the new buckets up to a second, and the changed ones."""
+        ((key_count,),) = store.query("SELECT count(*) FROM keys")
+        buckets_left = MAX_BUCKETS // max(key_count, 1) + 1
+        lines: list[str] = []
+        while self._backlog and buckets_left:
+            width, begin_s, end_s = self._backlog.pop()
+            stop_s = min(begin_s + buckets_left * width, end_s)
+            if stop_s < end_s:
+                self._backlog.append(_BucketRange(width, stop_s, end_s))
+            buckets_left -= (stop_s - begin_s) // width
+            lines += self._lines_of_buckets(store, f"width = {width} AND start_s >= {begin_s} AND start_s < {stop_s}")
+        if self._backlog:
+            return lines
+        begin_s, width = self._tallied_s, self._narrowest
+        wider = [other for other in self._widths if other > width]
+        self._tallied_s = max(min(begin_s + buckets_left * width, upto_s), begin_s)
+        new = f"width = {width} AND start_s >= {begin_s} AND start_s < {self._tallied_s}"
+        changed = (  # without the plus, SQLite would not search for the numbers of transactions
+            f"seq > {self._seqs['tallies']} AND +start_s + width > {self._changed_from_s}"
+            f" AND (+width = {width} AND +start_s < {begin_s} OR +width IN ({', '.join(map(str, wider))}))"
+        )
+        self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
+        return lines + self._lines_of_buckets(store, new) + self._lines_of_buckets(store, changed)
+
+    def _lines_of_buckets(self, store: Store, condition: str) -> list[str]:
         lines = []
-        for condition in conditions:
+        for table in BUCKET_TABLES:
             of_tallies = f"(width, start_s, key) IN (SELECT width, start_s, key FROM tallies WHERE {condition})"
-            for table in BUCKET_TABLES:
-                lines += self._lines(store, table.name, f"WHERE {condition if table.has_seq else of_tallies}")
-        if is_narrowest:
-            self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
+            lines += self._lines(store, table.name, f"WHERE {condition if table.has_seq else of_tallies}")
         return lines
 
 

@@ -33,7 +33,7 @@ _LONG_NUMBER, _AS_ZERO = b"0" * 19, bytes.maketrans(b"123456789", b"000000000")
 """A line with a number beyond _MAX_NUMBER has so many digits in a row. A regular expression would take much longer."""
 _MIN_ROW_BYTES = 40
 """A row is counted with at least this many bytes."""
-_KEYS = range(1 << 12)
+_KEYS = range(1 << 16)
 _VALUES: Mapping[str | tuple[str, str], Collection[Any]] = {
     "mode": frozenset(MODES),
     "width": frozenset(WIDTHS),
@@ -41,6 +41,7 @@ _VALUES: Mapping[str | tuple[str, str], Collection[Any]] = {
     "process": range(-1, 1 << 16),  # -1: the supervisor
     "key": _KEYS,
     ("keys", "number"): _KEYS,
+    ("gaps", "id"): range(1 << 40),
     ("device_rollups", "device"): range(-1, NODE_DEVICES),  # -1: the host
 }
 """The possible values of some columns, by column, or by table and column."""
@@ -108,7 +109,7 @@ class ChunkReceiver:
         `now_ns`: the current time of the run. Raises ProtocolError, TypeError or ValueError for invalid data.
         """
         try:
-            line = json.loads(text)
+            line = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             raise ProtocolError("it sent a line that is not JSON") from None
         if not isinstance(line, dict):
@@ -137,6 +138,10 @@ class ChunkReceiver:
             events = map(parse_event, row_line.column("json"))
             if row_line.column("kind") != [event.kind for event in events]:
                 raise ProtocolError("it sent an event of another kind than it says")
+        elif table == "rings":
+            for ring in row_line.dicts():
+                if ring["name"] not in (f"process-{ring['process']}.ring", "supervisor"):
+                    raise ProtocolError("it sent a ring of another name than its process has")
         self._lines.append(row_line)
         return None
 
@@ -188,6 +193,10 @@ def _decode_sketches(rows: Sequence[list[Any]], index: int) -> None:
         row[index] = a2b_base64(row[index])
         if len(row[index]) % SKETCH_PAIR_BYTES:
             raise ProtocolError("it sent a sketch that ends in the middle")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ProtocolError(f"it sent {name}, which is no number")
 
 
 def _fit_in_columns(rows: Sequence[list[Any]]) -> bool:

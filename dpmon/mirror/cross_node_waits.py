@@ -42,7 +42,8 @@ class CrossNodeWaits:
         spans = self._spans_nodes_by_process.get(process)
         if spans is None:
             ranks = self._groups.ranks(process)
-            spans = ranks is not None and not set(ranks) <= self._ranks[node.number]
+            own_ranks = self._ranks[node.number]
+            spans = ranks is not None and (len(ranks) > len(own_ranks) or not own_ranks.issuperset(ranks))
             self._spans_nodes_by_process[process] = spans
         return spans
 

@@ -67,7 +67,7 @@ MAX_NODE_BACKLOG_BYTES = 2 * CHUNK_BYTES
 MAX_BACKLOG_BYTES = 4 * MAX_NODE_BACKLOG_BYTES
 """How much data of all nodes may wait after a failed write. Each node may have an equal part of it."""
 MAX_NODES_IN_FULL = 16
-"""If there are more nodes than this, they send only some samples of devices and only some calls."""
+"""With more nodes, each sends only some device samples and calls, and no time buckets of one second."""
 COLLECTION_THRESHOLD = 100_000
 """How many new objects start a garbage collection. Rows create many objects, but no reference cycles."""
 _UNWRITTEN = "its records cannot be written here"

@@ -1,15 +1,15 @@
 """Writes the chunks of several nodes into one history.
 
-Rows are inserted as the nodes have sent them; a row with the same key is replaced. Only their numbers change: process p
-of node n of N has the number p * N + n here, and keys likewise. Ids come from a counter of this history. The wider time
-buckets are made here, as in any history, and the waits between ranks on different nodes are added, because no single
-node can compute them (dpmon.mirror.cross_node_waits).
+Rows are inserted as the nodes have sent them; a row with the same key is replaced. Process p of node n of N becomes
+p * N + n, and key numbers likewise. Rows with ids get new ids from this history's counter. Only the waits between ranks
+on different nodes are added, because no single node can compute them (dpmon.mirror.cross_node_waits).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import repeat
@@ -31,7 +31,7 @@ from dpmon.store.store_queries import Store
 from dpmon.store.sync_passes import SyncStep, join_sync_steps
 from dpmon.store.table import NUMBERED, SEQ
 from dpmon.store.tally_tables import add_steps
-from dpmon.store.time_buckets import WIDTHS, merge_buckets, note_deleted, reopen_buckets
+from dpmon.store.time_buckets import WIDTHS, merge_buckets, note_deleted
 
 MAX_HISTORY_BYTES = 1 << 30
 _MAX_LAG_S = 3600
@@ -50,7 +50,7 @@ _EXPRESSIONS: Mapping[str | tuple[str, str], str] = {
 }
 """SQL for the columns that are not inserted as they are sent: by column, or by table and column."""
 _FIRST_ID = "ifnull((SELECT first_id FROM rings AS known WHERE known.name = {name}), {id})"
-"""SQL for a lower bound of the ids of a process's steps: the next id when its ring became known."""
+"""SQL for a lower bound of the ids of a process's steps: the next free id when its ring first arrived."""
 
 
 class ChunkError(HistoryError):
@@ -61,6 +61,7 @@ class ChunkError(HistoryError):
         self.node = node
 
 
+_INVALID = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 _MirrorEvent = tuple[str, Mapping[str, Any]]
 """Kind and data of an event of the mirror itself."""
 
@@ -81,8 +82,6 @@ class MirrorHistory:
         self._written: dict[int, tuple[Any, ...]] = {}
         self._waits = CrossNodeWaits(self._history.key_numbers)
         self._sync_steps: list[SyncStep] = []
-        self._first_seconds: dict[int, int] = {}
-        """By width: the start of the first bucket that this transaction has inserted."""
         for ring in read_rings(self._history.connection).values():
             if ring.node is not None:
                 self._waits.register_rank(self.nodes[ring.node], ring.rank)
@@ -125,11 +124,10 @@ class MirrorHistory:
 
     def _insert_all(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_MirrorEvent]) -> None:
         self._sync_steps.clear()
-        self._first_seconds.clear()
         for node, chunk in chunks:
             try:
                 self._insert_chunk(node, chunk)
-            except (HistoryError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            except (HistoryError, sqlite3.IntegrityError, *_INVALID) as error:
                 raise ChunkError(node, f"{type(error).__name__}: {error}") from error
         for kind, data in events:
             text = json.dumps({"kind": kind, **data}, separators=(",", ":"))
@@ -182,9 +180,6 @@ class MirrorHistory:
             self._history.loss_thinning.note_losses(zip(processes, line.column("definition"), strict=True))
         elif table == "steps":
             self._sync_steps += self._waits.sync_steps(node, self._local_sync_steps(node, line, new_ids))
-        elif SENT[table] in BUCKET_TABLES:
-            for width, start_s in zip(line.column("width"), line.column("start_s"), strict=True):
-                self._first_seconds[width] = min(start_s, self._first_seconds.get(width, start_s))
 
     def _local_sync_steps(self, node: NodeRow, line: RowLine, new_ids: Mapping[int, int]) -> Iterator[StepRow]:
         """Yield the steps of a node that averaged gradients, with their numbers here."""
@@ -216,14 +211,14 @@ class MirrorHistory:
     def _merge_buckets(self) -> None:
         """Make the wider buckets up to the time to which all connected nodes have sent theirs.
 
-        They have the waits between nodes, and what a node could not send because it was disconnected in that time.
+        They have the waits between nodes, and the seconds of nodes that are gone. What a node sends takes their place.
         """
-        for width, second in self._first_seconds.items():
-            reopen_buckets(self._db, width, second)
-        self._first_seconds.clear()
         tallied_seconds = [node.tallied_s for node in self.nodes if node.state == "connected"]
         tallied_seconds = [second for second in tallied_seconds if second > max(tallied_seconds) - _MAX_LAG_S]
-        merge_buckets(self._db, BUCKET_TABLES, min(tallied_seconds, default=0))
+        end_s = min(tallied_seconds, default=0)
+        if all(node.state == "ended" for node in self.nodes):
+            end_s = max(node.tallied_s for node in self.nodes)
+        merge_buckets(self._db, BUCKET_TABLES, end_s)
 
 
 def _is_numbered(line: RowLine) -> bool:

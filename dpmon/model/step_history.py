@@ -97,8 +97,8 @@ def _tallies_by_bin(
     tallies: dict[tuple[int, str, int], tuple[Tally, int]] = {}
     rows = read_tally_rows(store, start_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
     for start, row_width, key, tally in rows:
-        if start >= start_s and tally.steps:
-            bin_key = store.bucket_start(start, width), key.mode, step_kind(key.kind)
+        if (start >= start_s or start_s <= 0) and tally.steps:  # the first bucket may begin before the run
+            bin_key = store.bucket_start(max(start, start_s), width), key.mode, step_kind(key.kind)
             merged, until = tallies.get(bin_key, (Tally(), 0))
             merged.merge(tally)
             tallies[bin_key] = merged, max(until, start + row_width)

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.store.table import KEPT, SUM, StoreTable
+from dpmon.store.table import CHANGING, SUM, StoreTable
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.store.time_buckets import END_S, WIDTHS, existing_widths, starts_query
 
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS times (
     seq      INTEGER NOT NULL,  -- the last transaction that changed this row
     PRIMARY KEY (width, start_s, process, mode, activity)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS changed_times ON times (seq) WHERE width <= 10;
+CREATE INDEX IF NOT EXISTS changed_times ON times (seq);
 """
 
 
@@ -41,7 +41,7 @@ class ActivityRow(NamedTuple):
     ns: int
 
 
-TIMES = StoreTable("times", ActivityRow, SCHEMA, combined={"ns": SUM}, sent=KEPT)
+TIMES = StoreTable("times", ActivityRow, SCHEMA, combined={"ns": SUM}, sent=CHANGING)
 
 
 class TimeRow(NamedTuple):

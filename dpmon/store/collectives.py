@@ -12,7 +12,7 @@ from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.record_types import Collective, Operation, Sampled
 from dpmon.record.schema import SECOND
 from dpmon.store.rollups import BEFORE_S
-from dpmon.store.table import KEPT, NUMBERED, SUM, StoreTable
+from dpmon.store.table import CHANGING, NUMBERED, SUM, StoreTable
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -70,7 +70,7 @@ COLLECTIVE_SUMS = StoreTable(
     CollectiveSumRow,
     SUMS_SCHEMA,
     combined={"count": SUM, "bytes": SUM},
-    sent=KEPT,
+    sent=CHANGING,
 )
 
 
@@ -135,7 +135,7 @@ def read_collective_sums(
     of_processes = "" if processes is None else f" AND process IN ({', '.join(map(str, processes))})"
     begin_s = start_ns // SECOND + store.origin_s if start_ns > 0 else BEFORE_S
     query = (
-        "SELECT process, definition, sum(count), sum(bytes) FROM collective_sums"
+        "SELECT process, definition, CAST(total(count) AS INTEGER), CAST(total(bytes) AS INTEGER) FROM collective_sums"
         f" WHERE start_s >= ? AND start_s < ?{of_processes} GROUP BY process, definition"
     )
     samples, reason = 0, None

@@ -1,8 +1,9 @@
 """The file of a history: its tables, its version, how its one writer and its readers open it, and its damage.
 
 The supervisor of a run writes history.sqlite, or the mirror of a run on several nodes; any number of processes read it.
-Each table has a module, with its SQL, its rows and its queries. Times are ns, seconds are s since the run's start. The
-ids of NUMBERED tables come from one counter, so they give the order across the tables.
+Each table has a module, with its SQL, its rows and its queries. Times are ns since the run's start. Seconds are counted
+since 1970 (dpmon.store.time_buckets). The ids of NUMBERED tables come from one counter, so they give the order across
+the tables.
 
 When the database reaches its size limit, the oldest rows are deleted: steps, collectives and events first, except
 lasting events. In a mirror, a node that fills an eighth of the limit in one table loses rows there first.

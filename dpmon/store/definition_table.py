@@ -6,7 +6,7 @@ import json
 from typing import NamedTuple
 
 from dpmon.record.history_rows import Defined, parse_definition
-from dpmon.store.table import KEPT, StoreTable
+from dpmon.store.table import CHANGING, StoreTable
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS definitions (
@@ -32,4 +32,4 @@ class DefinitionRow(NamedTuple):
         return parse_definition(json.loads(self.value))
 
 
-DEFINITIONS = StoreTable("definitions", DefinitionRow, SCHEMA, insertion="INSERT OR REPLACE", sent=KEPT)
+DEFINITIONS = StoreTable("definitions", DefinitionRow, SCHEMA, insertion="INSERT OR REPLACE", sent=CHANGING)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpmon.record.schema import SECOND
 from dpmon.store.events import HOST, first_sample_ns
 from dpmon.store.rollups import BEFORE_S, roll_up
-from dpmon.store.table import KEPT, MAX, SUM, StoreTable
+from dpmon.store.table import CHANGING, MAX, SUM, StoreTable
 from dpmon.store.time_buckets import END_S, read_origin_s
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DeviceRollup:
 
 
 DEVICE_ROLLUPS = StoreTable(
-    "device_rollups", DeviceRollup, SCHEMA, combined={"count": SUM, "total": SUM, "high": MAX}, sent=KEPT
+    "device_rollups", DeviceRollup, SCHEMA, combined={"count": SUM, "total": SUM, "high": MAX}, sent=CHANGING
 )
 
 
@@ -80,7 +80,7 @@ def read_device_minutes(store: Store) -> list[DeviceRollup]:
 def read_host_memory(store: Store, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
     """Return (start in ns, peak host memory of the run's processes in bytes) of each minute between two times."""
     condition = "WHERE start_s >= ? AND start_s < ? AND device = ? AND name = 'run_mem_bytes' ORDER BY start_s"
-    begin_s = -(-start_ns // SECOND) + store.origin_s
+    begin_s = -(-start_ns // SECOND) + store.origin_s if start_ns > 0 else 0
     end_s = min(end_ns, store.until_ns) // SECOND + store.origin_s
     rows = DEVICE_ROLLUPS.select(store.connection, condition, (begin_s, end_s, HOST))
     return [((row.start_s - store.origin_s) * SECOND, int(row.high)) for row in rows]

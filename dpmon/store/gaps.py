@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.store.table import KEPT, SEQ, StoreTable
+from dpmon.store.table import CHANGING, SEQ, StoreTable
 
 if TYPE_CHECKING:
     import sqlite3
@@ -41,7 +41,7 @@ class Gap(NamedTuple):
     ns: int
 
 
-GAPS = StoreTable("gaps", Gap, SCHEMA, sent=KEPT)
+GAPS = StoreTable("gaps", Gap, SCHEMA, sent=CHANGING)
 
 
 def shorten_gaps(db: sqlite3.Connection, input_waits: Sequence[tuple[int, int, int]]) -> None:
@@ -49,15 +49,13 @@ def shorten_gaps(db: sqlite3.Connection, input_waits: Sequence[tuple[int, int, i
     db.executemany(
         _SHORTEN, [(end_ns - start_ns, process, start_ns, end_ns) for process, start_ns, end_ns in input_waits]
     )
-    if input_waits:
-        db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
 
 
 def prune_gaps(db: sqlite3.Connection) -> None:
     """Delete the oldest gaps."""
-    db.execute("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (MAX_GAPS,))
+    db.execute("DELETE FROM gaps WHERE id <= (SELECT id FROM gaps ORDER BY id DESC LIMIT 1 OFFSET ?)", (MAX_GAPS,))
 
 
 def read_gaps(store: Store, limit: int) -> list[Gap]:
     """Return up to `limit` of the longest gaps, the longest first."""
-    return list(GAPS.select(store.connection, "ORDER BY ns DESC LIMIT ?", (limit,)))
+    return list(GAPS.select(store.connection, "WHERE ns >= ? ORDER BY ns DESC LIMIT ?", (GAP_NS, limit)))

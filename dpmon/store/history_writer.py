@@ -38,7 +38,7 @@ from dpmon.store.shapes import SHAPES
 from dpmon.store.sync_passes import join_sync_steps
 from dpmon.store.tally_keys import KeyNumbers
 from dpmon.store.tally_tables import add_steps
-from dpmon.store.time_buckets import SLACK_S, merge_buckets, prune_buckets
+from dpmon.store.time_buckets import SLACK_S, WIDTHS, merge_buckets, prune_buckets
 from dpmon.store.write_batch import WriteBatch
 
 LIMIT_BYTES = 256 << 20
@@ -154,6 +154,15 @@ class HistoryWriter:
         newest_s = max((second for second, _ in seconds), default=0)
         merge_buckets(db, BUCKET_TABLES, newest_s - SLACK_S)
         self.loss_thinning.note_losses((row.process, row.definition) for row in batch.rows.get(LOSSES, ()))
+
+    def merge_last_buckets(self) -> None:
+        """Make the wider time buckets of the last seconds, because the run has ended. Raises HistoryError."""
+        widest = WIDTHS[-1]
+        newest_s = max(
+            self._read_number(f"SELECT ifnull(max(start_s), 0) FROM {table.name}") for table in BUCKET_TABLES
+        )
+        end_s = (newest_s // widest + 1) * widest
+        self.run_transaction(lambda: merge_buckets(self._db, BUCKET_TABLES, end_s))
 
     def _used_bytes(self) -> int:
         return self._file_bytes() - self._read_number("PRAGMA freelist_count") * self._page_bytes

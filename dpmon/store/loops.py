@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpmon.store.table import KEPT, StoreTable
+from dpmon.store.table import CHANGING, StoreTable
 
 if TYPE_CHECKING:
     import sqlite3
@@ -65,7 +65,7 @@ class LoaderLoop:
         return self.length is not None and self.fetched >= self.length
 
 
-LOOPS = StoreTable("loops", LoaderLoop, SCHEMA, insertion="INSERT OR REPLACE", sent=KEPT)
+LOOPS = StoreTable("loops", LoaderLoop, SCHEMA, insertion="INSERT OR REPLACE", sent=CHANGING)
 
 
 def prune_loops(db: sqlite3.Connection) -> None:

@@ -139,6 +139,9 @@ class RingDrain:
             if not self._has_room() or not self._read_rings(now_s):
                 break
         self._write(now_s)
+        if command_ended:
+            with suppress(HistoryError):  # the write before it has warned
+                self._history.merge_last_buckets()
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start); None if none."""

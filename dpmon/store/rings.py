@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
-from dpmon.store.table import KEPT, StoreTable
+from dpmon.store.table import CHANGING, StoreTable
 
 if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection
@@ -80,7 +80,7 @@ class RingRow:
 
 
 RINGS = StoreTable(
-    "rings", RingRow, SCHEMA, insertion="INSERT OR REPLACE", sent=KEPT, not_sent=("first_id", "last_id", "node")
+    "rings", RingRow, SCHEMA, insertion="INSERT OR REPLACE", sent=CHANGING, not_sent=("first_id", "last_id", "node")
 )
 
 

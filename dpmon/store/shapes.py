@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.history_rows import Layout
 from dpmon.record.record_types import CallRow
 from dpmon.record.span_format import Flag
-from dpmon.store.table import KEPT, SUM, StoreTable
+from dpmon.store.table import CHANGING, SUM, StoreTable
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -67,7 +67,7 @@ class CallShape(NamedTuple):
         return self._replace(sizes=_to_text(0, 0, *((*part[:-2], 0, 0) for part in parts)))
 
 
-SHAPES = StoreTable("shapes", CallShape, SCHEMA, combined={"calls": SUM}, sent=KEPT)
+SHAPES = StoreTable("shapes", CallShape, SCHEMA, combined={"calls": SUM}, sent=CHANGING)
 
 
 def shape_of_call(process: int, call: CallRow, kind: int) -> CallShape:

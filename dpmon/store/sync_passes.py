@@ -86,7 +86,7 @@ class RankStepWait(NamedTuple):
     key: int
     """Number of the key of its tally."""
     second: int
-    """Second in which it ended, since the run's start."""
+    """Second of the tables in which it ended."""
     wall_ns: int
     exposed_ns: int | None
     """None if a rank ran steps of another kind since its previous pass: the others may have waited for these, so

@@ -22,10 +22,10 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 LAST_NS = (1 << 63) - 1
 """A number that is at least as large as any time (ns) and any id."""
-NUMBERED, KEPT, WITH_TALLY = "numbered", "kept", "with its tally"
-"""How rows reach another machine. NUMBERED: a row has an id from the common counter, and is sent once. KEPT: a row may
-change. It has the column `seq`, the number of the last transaction that changed it, and the receiver replaces the row
-with the same key. WITH_TALLY: a row is sent again with its row of `tallies`."""
+NUMBERED, CHANGING, WITH_TALLY = "numbered", "changing", "with its tally"
+"""How rows reach another machine. NUMBERED: a row has an id from the common counter, and is sent once. CHANGING: the
+table has a column `seq`, the number of the last transaction that changed the row. A changed row is sent again, and
+replaces the one with its key. Deletions are not sent. WITH_TALLY: a row is sent again with its row of `tallies`."""
 SEQ = "(SELECT value FROM meta WHERE key = 'seq')"
 """The SQL for the number of the current transaction."""
 SUM, MIN, MAX, SKETCH = "sum", "min", "max", "sketch"
@@ -37,8 +37,8 @@ _BOTH = {
 }
 """The SQL for both values, by how a column is combined. A sketch after a sketch is a sketch of both."""
 _ALL = {SUM: "total({0})", MIN: "min({0})", MAX: "max({0})", SKETCH: "merged_sketch({0})"}
-"""The SQL for many values. Unlike sum(), total() cannot overflow; it is exact below 2^53. So one node of a mirror
-cannot stop it with numbers beyond reason."""
+"""The SQL for many values. Unlike sum(), total() cannot overflow, so huge numbers from one node cannot fail the merge.
+It returns a float, which is exact below 2^53."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class StoreTable(Generic[RowT]):
     """How a row changes the row with the same key: by column, one of SUM, MIN, MAX and SKETCH. Rows of several times
     become one row in the same way (`merge_sql`)."""
     sent: str = ""
-    """NUMBERED, KEPT or WITH_TALLY; empty if rows stay on this machine."""
+    """NUMBERED, CHANGING or WITH_TALLY; empty if rows stay on this machine."""
     not_sent: Collection[str] = ()
     """Columns that have values of their own on each machine."""
 
@@ -68,7 +68,7 @@ class StoreTable(Generic[RowT]):
     @property
     def has_seq(self) -> bool:
         """Whether its rows have the column `seq`."""
-        return self.sent == KEPT
+        return self.sent == CHANGING
 
     @cached_property
     def column_list(self) -> str:
@@ -107,14 +107,14 @@ class StoreTable(Generic[RowT]):
         selected = ", ".join(values.get(name, name) for name in self.columns)
         return f"SELECT {selected} {source} GROUP BY {', '.join([*group_by, *self.key_columns])}"
 
-    def merge_sql(self, source: str, group_by: Sequence[str] = (), *, replace: bool = False, **times: str) -> str:
+    def merge_sql(self, source: str, group_by: Sequence[str] = (), *, new_only: bool = False, **times: str) -> str:
         """Return a statement that writes the rows of `merged_rows_sql`.
 
-        A row is added to the one with the same key, or takes its place (`replace`).
+        A row is added to the one with the same key, or left out if there is one (`new_only`).
         """
         rows = self.merged_rows_sql(source, group_by, **times)
         columns, values = (f"{self.column_list}, seq", f"*, {SEQ}") if self.has_seq else (self.column_list, "*")
-        insertion, end = ("INSERT OR REPLACE", "") if replace else ("INSERT", self.on_conflict)
+        insertion, end = ("INSERT OR IGNORE", "") if new_only else ("INSERT", self.on_conflict)
         return f"{insertion} INTO {self.name} ({columns}) SELECT {values} FROM ({rows}) WHERE true {end}"
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[RowT]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import EXCLUDED
-from dpmon.store.table import KEPT, StoreTable
+from dpmon.store.table import CHANGING, StoreTable
 
 if TYPE_CHECKING:
     import sqlite3
@@ -55,7 +55,7 @@ class KeyRow(NamedTuple):
         return TallyKey(self.process, self.mode, self.kind, self.batch)
 
 
-KEYS = StoreTable("keys", KeyRow, SCHEMA, sent=KEPT)
+KEYS = StoreTable("keys", KeyRow, SCHEMA, sent=CHANGING)
 
 
 class KeyNumbers:

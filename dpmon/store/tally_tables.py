@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.schema import REST, STEP, step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.steps import MEASURED, StepRow
-from dpmon.store.table import KEPT, MAX, MIN, SEQ, SKETCH, SUM, WITH_TALLY, StoreTable
+from dpmon.store.table import CHANGING, MAX, MIN, SEQ, SKETCH, SUM, WITH_TALLY, StoreTable
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey, read_keys
 from dpmon.store.time_buckets import END_S, WIDTHS, existing_widths, starts_query
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS tallies (
     seq       INTEGER NOT NULL,  -- the last transaction that changed this row or one of its series
     PRIMARY KEY (width, start_s, key)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS changed_tallies ON tallies (seq) WHERE width <= 10;
+CREATE INDEX IF NOT EXISTS changed_tallies ON tallies (seq);
 """
 SERIES_SCHEMA = """
 -- The values of the steps in a tally. Names: step (its duration), the phases, rest and the quantities of
@@ -99,7 +99,7 @@ TALLIES = StoreTable(
         "first_ns": MIN,
         "last_ns": MAX,
     },
-    sent=KEPT,
+    sent=CHANGING,
 )
 SERIES = StoreTable(
     "series", SeriesRow, SERIES_SCHEMA, combined={"count": SUM, "total": SUM, "sketch": SKETCH}, sent=WITH_TALLY

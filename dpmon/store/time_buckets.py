@@ -61,10 +61,10 @@ def existing_widths(db: sqlite3.Connection, first_s: int) -> list[tuple[int, int
 
 
 def merge_buckets(db: sqlite3.Connection, tables: Iterable[StoreTable[Any]], end_s: int) -> None:
-    """Make the wider buckets that have passed by second `end_s`."""
+    """Make the wider buckets that have passed by second `end_s`, unless their rows exist."""
     finer_rows = "FROM {} WHERE width = :finer AND start_s >= :begin AND start_s < :end"
     statements = [
-        table.merge_sql(finer_rows.format(table.name), [_BUCKET], replace=True, width=":width", start_s=_BUCKET)
+        table.merge_sql(finer_rows.format(table.name), [_BUCKET], new_only=True, width=":width", start_s=_BUCKET)
         for table in tables
     ]
     made = dict(db.execute("SELECT width, made_s FROM widths"))
@@ -76,20 +76,8 @@ def merge_buckets(db: sqlite3.Connection, tables: Iterable[StoreTable[Any]], end
             db.execute(_SET_MADE, (width, width_end_s))
 
 
-def reopen_buckets(db: sqlite3.Connection, finer: int, second: int) -> None:
-    """Let `merge_buckets` make the buckets wider than `finer` again from a second on, because finer ones came late.
-
-    Not where finer buckets were deleted.
-    """
-    deleted = dict(db.execute("SELECT width, deleted_s FROM widths"))
-    for narrower, width in pairwise(WIDTHS):
-        if width > finer:
-            first_s = max(second // width * width, -(-deleted.get(narrower, 0) // width) * width)
-            db.execute("UPDATE widths SET made_s = min(made_s, ?) WHERE width = ?", (first_s, width))
-
-
 def note_deleted(db: sqlite3.Connection, width: int, before_s: int) -> None:
-    """Note that the buckets of a width before a second are not in the tables."""
+    """Note that readers must use wider buckets before a second."""
     db.execute(_SET_DELETED, (width, before_s))
 
 

@@ -80,7 +80,7 @@ def make_time_axis(screen: ScreenData, min_column_s: int = 1) -> TimeAxis:
 def fit_axis(start_s: int, now_s: int, range_s: int, column_s: int = 1, is_over: bool = False) -> TimeAxis:
     """Return the axis from `start_s` to `now_s`, or that of the newest `range_s` seconds (0: of all).
 
-    `is_over`: the run has ended, so the axis needs no free columns at its end.
+    `start_s`: the start of a column. `is_over`: the run has ended, so the axis needs no free columns at its end.
     """
     column_count = max((now_s - start_s) // column_s, 0) + 1
     max_columns = range_s // column_s

@@ -120,6 +120,10 @@ class Recording:
             found.append(row)
         return found
 
+    def end(self) -> None:
+        """Note that the run has ended."""
+        self._history.merge_last_buckets()
+
     def missed(self, count: int) -> None:
         """Set how many records were overwritten before they could be read."""
         self._intake(0, None).row.missed = count

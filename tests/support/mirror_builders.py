@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +43,7 @@ from support.record_builders import (
 CLOCK_SHIFTS_NS = (0, 7 * SECOND + 400_000_000)
 
 
-MIRROR_NOW_NS = 1000 * SECOND
+MIRROR_NOW_NS = 10_000 * SECOND
 
 
 def mirror_run_info(nodes: int) -> RunInfo:
@@ -100,6 +101,8 @@ class MirroredNode:
 
     def chunk(self, until_s: int | None = None, *, last: bool = False) -> tuple[Chunk, bool]:
         """Return the next chunk as it arrives, and whether there is more. `until_s`: which seconds are complete."""
+        if last:
+            self.recording.end()
         before, store = self.rows.offset, self.recording.store()
         if until_s is None:
             until_s = max(newest_record_ns(store) // SECOND + (2 if last else -2), 0)
@@ -112,7 +115,7 @@ class MirroredNode:
         beat |= {"seq": self.rows.seq, "deleted": self.rows.deleted, "left_out": self.rows.left_out}
         chunk = receiver.add_line(b'{"beat": 1}', MIRROR_NOW_NS)
         assert isinstance(chunk, Chunk)
-        return chunk._replace(beat=beat), more
+        return chunk._replace(beat=json.loads(json.dumps(beat))), more
 
 
 def row_line(table: str, *rows: dict[str, Any]) -> dict[str, Any]:

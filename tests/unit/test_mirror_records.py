@@ -32,6 +32,7 @@ from support.mirror_builders import CLOCK_SHIFTS_NS, MirroredNode, mirror_run_in
 from support.record_builders import (
     SECOND,
     Training,
+    device_event,
     with_event_data,
     with_other,
 )
@@ -174,6 +175,9 @@ def test_a_mirror_of_many_machines_has_no_buckets_of_a_second_but_the_same_sums(
         while more:
             chunk, more = machine.chunk(last=True)
             records.write([(records.nodes[machine.number], chunk)])
+    for node in records.nodes:
+        node.state = "ended"
+    records.write([])
     mirror = open_mirror_store(records)
     for machine in machines:
         own = machine.recording.store()
@@ -182,6 +186,68 @@ def test_a_mirror_of_many_machines_has_no_buckets_of_a_second_but_the_same_sums(
             there = without_waits(read_tallies(own), process, number)
             assert without_waits(read_tallies(mirror), number, number) == moved(there, machine.shift_ns)
             assert sum_of(mirror, 0, 1 << 40, number) == sum_of(own, 0, 1 << 40, process)
+    records.close()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_mirror_that_begins_late_has_the_same_sums(tmp_path: Path, sparse: bool) -> None:
+    """Of old time it gets wide buckets, and one sum of the samples of devices."""
+    machine, records = MirroredNode(0, 0, sparse=sparse), MirrorHistory(tmp_path, mirror_run_info(1))
+    machine.recording = machine.new_recording()
+    machine.recording.add(Training(step_ns=SECOND).run(5000))
+    machine.recording.add([device_event(float(second), 0) for second in range(0, 5000, 10)])
+    records.nodes[0].state = "connected"
+    more, chunks = True, 0
+    while more:
+        chunk, more = machine.chunk(4990)
+        records.write([(records.nodes[0], chunk)])
+        chunks += 1
+    for upto in range(4991, 5030):
+        chunk, _ = machine.chunk(upto)
+        records.write([(records.nodes[0], chunk)])
+    mirror, own = open_mirror_store(records), machine.recording.store()
+    assert chunks < 10
+    end_s = 4980  # of a mirror of many machines, the newest buckets are not complete yet
+    assert without_waits(read_tallies(mirror, 0, end_s), 0, 0) == without_waits(read_tallies(own, 0, end_s), 0, 0)
+    samples = "SELECT sum(count) FROM device_rollups"
+    assert mirror.query(samples) == own.query(samples)
+    records.close()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_machine_that_returns_after_a_late_one_has_all_its_steps(tmp_path: Path, sparse: bool) -> None:
+    """One machine is cut for 25 minutes, while another one answers for the first time."""
+    machines = [MirroredNode(0, 0, sparse=sparse), MirroredNode(1, 0, sparse=sparse)]
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
+    trainings = [Training(step_ns=SECOND), Training(step_ns=SECOND)]
+    for machine in machines:
+        machine.recording = machine.new_recording()
+
+    def work(second: int, *connected: int) -> None:
+        for machine, training in zip(machines, trainings, strict=True):
+            while training.now < second * SECOND:
+                machine.recording.add(training.run(1))
+        for number in connected:
+            records.nodes[number].state, more = "connected", True
+            while more:
+                chunk, more = machines[number].chunk(second - 2)
+                records.write([(records.nodes[number], chunk)])
+
+    for second in range(10, 300, 10):
+        work(second, 0)
+    records.nodes[0].state = "cut"
+    for second in range(1790, 1800):
+        work(second, 1)
+    machines[0].rows = machines[0].connected(records.nodes[0])
+    for second in range(1800, 1830):
+        work(second, 0, 1)
+    mirror = open_mirror_store(records)
+    for machine in machines:
+        own = machine.recording.store()
+        shift_s, number = machine.shift_s, machine.number
+        there = sum(tally.steps for tally in read_tallies(own, 0, 1780 - shift_s, process=0).values())
+        here = sum(tally.steps for tally in read_tallies(mirror, 0, 1780, process=number).values())
+        assert abs(here - there) <= 10 * sparse
     records.close()
 
 
@@ -469,4 +535,3 @@ def test_the_newest_records_of_a_long_run_come_after_few_chunks(days: int) -> No
     assert len(reached) < 20 + days
     assert reached == sorted(reached)
     assert reached[-1] == ORIGIN_S + days * 86_400
-    assert {rows.deleted[width] for width in (1, 10, 60)} < set(reached)  # what is sent changes there

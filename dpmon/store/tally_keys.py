@@ -66,7 +66,7 @@ class KeyNumbers:
         self._numbers: dict[TallyKey, int] = {}
 
     def reload(self) -> None:
-        """Read the table again before the next use, because a transaction was rolled back or another one wrote it."""
+        """Read the table again before the next use, because rows were rolled back, or written without this object."""
         self._numbers.clear()
 
     def find(self, key: TallyKey) -> int | None:

@@ -385,7 +385,7 @@ def read_all_of_store(store: Store) -> dict[str, Any]:
             for process in everybody
             for start, _, key, tally in read_tally_rows(store, process=process, widest=1)
         },
-        "times": _sorted_reprs(read_times(store)),
+        "times": _sums_of_times(store),
         "seconds of times": _sorted_reprs(read_times(store, widest=1)),
         "gaps": _sorted_reprs(read_gaps(store, _NO_LIMIT)),
         "shapes": _sorted_reprs(read_shapes(store)),
@@ -395,6 +395,15 @@ def read_all_of_store(store: Store) -> dict[str, Any]:
         "dropped": store.dropped,
         "processes": store.processes,
     }
+
+
+def _sums_of_times(store: Store) -> dict[tuple[int, str, str], int]:
+    """Return the time of each activity of the whole run by process and mode, whichever buckets it is in."""
+    sums: dict[tuple[int, str, str], int] = defaultdict(int)
+    for row in read_times(store):
+        for activity, ns in row.spent.items():
+            sums[row.process, row.mode, activity] += ns
+    return sums
 
 
 def _sorted_reprs(rows: Any) -> list[str]:

@@ -10,6 +10,7 @@ import json
 from binascii import a2b_base64
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
+from math import isfinite
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError
@@ -92,6 +93,8 @@ class _ColumnLimits(NamedTuple):
     """Position of each time, and whether it is in seconds of the tables, else ns since the run's start."""
     sketch: int | None
     """Position of the column with sketches."""
+    finite: tuple[int, ...]
+    """Positions of the numbers that must be finite: all but losses."""
 
 
 class ChunkReceiver:
@@ -109,7 +112,7 @@ class ChunkReceiver:
         `now_ns`: the current time of the run. Raises ProtocolError, TypeError or ValueError for invalid data.
         """
         try:
-            line = json.loads(text, parse_constant=_refuse_constant)
+            line = json.loads(text)
         except (ValueError, RecursionError):
             raise ProtocolError("it sent a line that is not JSON") from None
         if not isinstance(line, dict):
@@ -158,6 +161,8 @@ class ChunkReceiver:
         for index, values in limits.values:
             if not all(value in values for value in {row[index] for row in rows}):
                 return False
+        if not all(isfinite(row[index]) for index in limits.finite for row in rows):
+            return False
         latest_ns = now_ns + AHEAD_S * SECOND
         latest_s = latest_ns // SECOND + self._origin_s
         return all(
@@ -185,6 +190,7 @@ def _column_limits(table: str) -> _ColumnLimits:
             (index, name == "start_s") for index, name in enumerate(columns) if name == "start_s" or name in TIMES
         ),
         sketch=list(columns).index("sketch") if "sketch" in columns else None,
+        finite=tuple(index for index, kinds in enumerate(types) if float in kinds and table != "losses"),
     )
 
 
@@ -193,10 +199,6 @@ def _decode_sketches(rows: Sequence[list[Any]], index: int) -> None:
         row[index] = a2b_base64(row[index])
         if len(row[index]) % SKETCH_PAIR_BYTES:
             raise ProtocolError("it sent a sketch that ends in the middle")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ProtocolError(f"it sent {name}, which is no number")
 
 
 def _fit_in_columns(rows: Sequence[list[Any]]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from contextlib import nullcontext
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,14 @@ def test_a_value_that_does_not_fit_into_its_column_is_refused(table: str) -> Non
 def test_what_is_no_record_ends_the_connection(line: bytes) -> None:
     with pytest.raises(ProtocolError):
         ChunkReceiver().add_line(line, NOW_NS)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400"])
+def test_a_loss_may_be_infinite_but_no_sum(number: str) -> None:
+    for table, column, is_refused in (("losses", "loss", False), ("device_rollups", "total", True)):
+        line = json.dumps(row_line(table, {column: 12345.5})).replace("12345.5", number).encode()
+        with pytest.raises(ProtocolError) if is_refused else nullcontext():
+            ChunkReceiver().add_line(line, NOW_NS)
 
 
 def test_a_chunk_has_a_limit() -> None:

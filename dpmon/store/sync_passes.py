@@ -143,7 +143,7 @@ class _RankGroup:
         self.newest: dict[int, int] = {}
         """Newest process by rank."""
         self.replaced: set[int] = set()
-        """Processes of the job before its restart."""
+        """Processes of the job before its restarts."""
 
     def register_process(self, rank: int, process: int) -> bool:
         """Register the rank of a process. Return False if the process belongs to the job before its last restart.
@@ -151,12 +151,10 @@ class _RankGroup:
         The first process that replaces another one marks a restart: earlier processes no longer count.
         """
         known = self.newest.get(rank)
-        if known == process:
-            return process not in self.replaced
-        if known is not None and known > process:
+        if process in self.replaced:
             return False
-        if known is not None and known not in self.replaced:
-            self.replaced = set(self.newest.values())
+        if known not in (None, process) and known not in self.replaced:
+            self.replaced.update(self.newest.values())
             self.number += 1
         self.newest[rank] = process
         return True

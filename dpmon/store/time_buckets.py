@@ -136,8 +136,9 @@ class TimeBuckets:
             self.made_until[width], self.deleted_until[width] = made_s, deleted_s
         queries = (f"SELECT max(start_s) FROM {table} WHERE width = 1" for table in ("tallies", "times"))
         newest_seconds = [second for query in queries for (second,) in connection.rows(query) if second is not None]
-        self._end_s = max([self.made_until[WIDTHS[1]], *(second + 1 for second in newest_seconds)])
-        """The second after the newest bucket."""
+        # Only a mirror of many nodes has no buckets of one second.
+        self._end_s = max(newest_seconds, default=self.made_until[WIDTHS[1]] - 1) + 1
+        """The second after the newest one with a bucket."""
 
     def cover(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
         """Return the widest time buckets that cover the time between two seconds since the run's start.

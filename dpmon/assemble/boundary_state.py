@@ -141,6 +141,8 @@ class FetchTracker:
         """The batches of the last step that fetched any."""
         self._loader_ended = False
         """Whether the loop has reached the end of its loader, without another fetch since."""
+        self._dataset = 0
+        """The dataset of the loop that drove the last step with batches of several loops."""
 
     def add_fetch(self, fetch: Span, ended: bool) -> None:
         """Add a fetch. `ended`: whether it found the loader exhausted, or raised."""
@@ -163,7 +165,10 @@ class FetchTracker:
         """
         batches_by_loop, self._batches_by_loop = self._batches_by_loop, {}
         if batches_by_loop:
-            self._last_batches = batches_by_loop[self._find_driving_loop(batches_by_loop)]
+            loop = next(iter(batches_by_loop))
+            if len(batches_by_loop) > 1:
+                loop = self._find_driving_loop(batches_by_loop)
+            self._last_batches = batches_by_loop[loop]
         elif self._loader_ended and self._last_batches is not None:
             self._last_batches = self._last_batches._replace(fetched=0)
         else:
@@ -176,9 +181,13 @@ class FetchTracker:
         Without an earlier decision, it is the newest loop if the step begins with it: `for` starts its loader after
         those that its body reads. Otherwise it is the shortest one: `zip` may read them in turn, and ends with it.
         """
-        if self._last_batches is not None and self._last_batches.loop in batches_by_loop:
-            return self._last_batches.loop
-        newest_loop = max(batches_by_loop)
-        if next(iter(batches_by_loop)) == newest_loop:
-            return newest_loop
-        return min(batches_by_loop.values(), key=lambda batches: (batches.length or 1 << 32, -batches.loop)).loop
+        newest = max(batches_by_loop)
+        driver = max(batches_by_loop.values(), key=lambda batches: (-(batches.length or 1 << 32), batches.loop))
+        if next(iter(batches_by_loop)) == newest:
+            driver = batches_by_loop[newest]
+        same_dataset = (batches for batches in batches_by_loop.values() if batches.dataset == self._dataset)
+        driver = max(same_dataset, default=driver)
+        if self._last_batches is not None:
+            driver = batches_by_loop.get(self._last_batches.loop, driver)
+        self._dataset = driver.dataset
+        return driver.loop

@@ -83,5 +83,6 @@ def test_the_disk_does_not_fill_up(state: Path, tmp_path: Path) -> None:
         mirror.terminate()
         mirror.wait()
     assert max(sizes) < LIMIT + (32 << 20), "what one commit writes, and its journal"
-    assert sum(file.st_size for file in database_file_stamps(directory / HISTORY_FILE)) < LIMIT + (8 << 20)
+    size = sum(file.st_size for file in database_file_stamps(directory / HISTORY_FILE))
+    assert size < LIMIT + (16 << 20), "the file keeps the pages that one commit needed"
     assert sum(entry.stat().st_size for entry in os.scandir(directory)) < LIMIT + (32 << 20)

@@ -57,7 +57,8 @@ def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, TallyKey], Tally]
     """Return, by width, all tallies by start and key, and the second up to which they were made."""
     found: dict[int, dict[tuple[int, TallyKey], Tally]] = {width: {} for width in WIDTHS}
     with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
-        keys = {number: TallyKey(*values) for number, *values in db.execute("SELECT * FROM keys")}
+        rows = db.execute("SELECT number, process, mode, kind, batch FROM keys")
+        keys = {number: TallyKey(*values) for number, *values in rows}
         for width, start_s, number, *plain, _ in db.execute("SELECT * FROM tallies"):
             found[width][start_s, keys[number]] = Tally(*plain)
         for width, start_s, number, name, *values in db.execute("SELECT * FROM series"):

@@ -8,6 +8,7 @@ buckets (dpmon.store.time_buckets) are sent when their time is over. A new reade
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
@@ -156,7 +157,7 @@ class IncrementalRows:
         lines: list[str] = []
         if self._chunks == 0:
             if self._rollups and self._is_new:
-                lines += self._skip_backlog(store, upto_s)
+                lines += self._skip_old_rows(store, upto_s)
             self._plan_backlog(store, end_s)
         end_id = min(newest_id, self.offset + (MAX_IDS if self._rollups else MAX_COMPLETE_IDS))
         has_more = end_id < newest_id
@@ -173,7 +174,7 @@ class IncrementalRows:
         has_more_buckets = bool(self._backlog) or self._tallied_s < narrow_end_s
         return lines, has_more or has_more_buckets
 
-    def _skip_backlog(self, store: Store, upto_s: int) -> list[str]:
+    def _skip_old_rows(self, store: Store, upto_s: int) -> list[str]:
         """Skip the rows that are too old for a first connection, except lasting events and losses."""
         query = "SELECT id FROM steps WHERE start_ns < ? ORDER BY id DESC LIMIT 1"
         last_skipped_id = next((step_id for (step_id,) in store.query(query, ((upto_s - INITIAL_ROWS_S) * SECOND,))), 0)
@@ -187,10 +188,7 @@ class IncrementalRows:
         self._first_sum_s = (upto_s + store.origin_s - INITIAL_ROWS_S) // 60 * 60
         for table in _SUM_TABLES:
             query = table.merged_rows_sql(f"FROM {table.name} WHERE start_s < ?", start_s=str(BEFORE_S))
-            kinds = columns_sent(table.name).values()
-            rows = store.query(query, (self._first_sum_s,))
-            whole = [[int(v) if int in kind else v for v, kind in zip(row, kinds, strict=True)] for row in rows]
-            lines += encode_rows(table.name, whole)  # total() returns a float
+            lines += encode_rows(table.name, store.query(query, (self._first_sum_s,)))
         self.offset = last_skipped_id
         return lines
 
@@ -313,13 +311,11 @@ class IncrementalRows:
             condition += f" AND start_s >= {self._first_sum_s}"
         query = f"SELECT seq, {self._column_list(table.name)} FROM {table.name} WHERE {condition} ORDER BY seq LIMIT ?"
         rows = store.query(query, (self._seqs[table.name], MAX_ROWS))
-        last_seq = store.seq
-        is_cut = len(rows) == MAX_ROWS and rows[0][0] < rows[-1][0]
-        if is_cut:
-            end_seq, *_ = rows[-1]  # this transaction may have changed more rows
-            rows = [row for row in rows if row[0] < end_seq]
-            last_seq, *_ = rows[-1]
-        self._seqs[table.name] = last_seq
+        seqs = [seq for seq, *_ in rows]
+        is_cut = len(rows) == MAX_ROWS and seqs[0] < seqs[-1]
+        if is_cut:  # the last transaction may have changed more rows
+            del rows[bisect_left(seqs, seqs[-1]) :]
+        self._seqs[table.name] = seqs[len(rows) - 1] if is_cut else store.seq
         return list(encode_rows(table.name, (values for _, *values in rows))), is_cut
 
     # ------------------------------------------------------------------------------------------ time buckets
@@ -337,12 +333,13 @@ class IncrementalRows:
                 wider = WIDTHS[min(WIDTHS.index(width) + 1, len(WIDTHS) - 1)]
                 self._first_seconds[width] = first_s = -(-first_s // wider) * wider
             begin_s = max(first_s, sent_until_s // width * width)
-            end_s = store.buckets.made_until[width]
             if width == self._narrowest:
                 self._tallied_s = max(begin_s, self._tallied_s)
-            elif width not in self._widths:
+                continue
+            end_s = store.buckets.made_until[width]
+            if width not in self._widths:
                 end_s = min(end_s, self._first_seconds.get(self._narrowest, 0)) // width * width
-            if width > self._narrowest and begin_s < end_s:
+            if begin_s < end_s:
                 self._backlog.append(_BucketRange(width, begin_s, end_s))
         if self._is_new:
             self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)

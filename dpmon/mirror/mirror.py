@@ -57,7 +57,12 @@ from dpmon.store.ring_drain import RETRY_S
 from dpmon.store.row_exchange import CHUNK_BYTES
 from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
 from dpmon.supervise.stall_watch import StallRecorder
-from dpmon.supervise.start_supervisor import NODE_COMMAND_PREFIX, keep_child_statuses, lost_settings
+from dpmon.supervise.start_supervisor import (
+    COLLECTION_THRESHOLD,
+    NODE_COMMAND_PREFIX,
+    keep_child_statuses,
+    lost_settings,
+)
 
 COMMIT_S, POLL_S, PAUSE_S = 0.5, 0.2, 0.1
 CLOCK_REPLIES = 3
@@ -68,8 +73,6 @@ MAX_BACKLOG_BYTES = 4 * MAX_NODE_BACKLOG_BYTES
 """How much data of all nodes may wait after a failed write. Each node may have an equal part of it."""
 MAX_NODES_IN_FULL = 16
 """With more nodes, each sends only some device samples and calls, and no time buckets of one second."""
-COLLECTION_THRESHOLD = 100_000
-"""How many new objects start a garbage collection. Rows create many objects, but no reference cycles."""
 _UNWRITTEN = "its records cannot be written here"
 _MAX_TEXT_CHARS, MAX_LOG_BYTES = 1000, 1 << 20
 """Largest length of a text that a node has sent, and largest size of the log: a node may cause any number of lines."""

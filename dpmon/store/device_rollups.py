@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpmon.record.schema import SECOND
 from dpmon.store.events import HOST, first_sample_ns
 from dpmon.store.rollups import BEFORE_S, roll_up
-from dpmon.store.table import CHANGING, MAX, SUM, StoreTable
+from dpmon.store.table import CHANGING, FLOAT_SUM, MAX, SUM, StoreTable
 from dpmon.store.time_buckets import END_S, read_origin_s
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DeviceRollup:
 
 
 DEVICE_ROLLUPS = StoreTable(
-    "device_rollups", DeviceRollup, SCHEMA, combined={"count": SUM, "total": SUM, "high": MAX}, sent=CHANGING
+    "device_rollups", DeviceRollup, SCHEMA, combined={"count": SUM, "total": FLOAT_SUM, "high": MAX}, sent=CHANGING
 )
 
 

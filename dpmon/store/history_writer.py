@@ -157,11 +157,10 @@ class HistoryWriter:
 
     def merge_last_buckets(self) -> None:
         """Make the wider time buckets of the last seconds, because the run has ended. Raises HistoryError."""
-        widest = WIDTHS[-1]
         newest_s = max(
             self._read_number(f"SELECT ifnull(max(start_s), 0) FROM {table.name}") for table in BUCKET_TABLES
         )
-        end_s = (newest_s // widest + 1) * widest
+        end_s = (newest_s // WIDTHS[-1] + 1) * WIDTHS[-1]
         self.run_transaction(lambda: merge_buckets(self._db, BUCKET_TABLES, end_s))
 
     def _used_bytes(self) -> int:

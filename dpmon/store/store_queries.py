@@ -17,7 +17,7 @@ from dpmon.store.database import HistoryConnection
 from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.rings import RINGS
 from dpmon.store.table import LAST_NS, Parameters
-from dpmon.store.time_buckets import TimeBuckets, bucket_start, read_origin_s
+from dpmon.store.time_buckets import TimeBuckets, bucket_start
 
 _ROWS_PER_SIDE = 2
 """How many rows a search for a time reads on each side. To find more, SQLite would skip the rows of too many ranks."""
@@ -38,11 +38,11 @@ class Store:
         self._unread_count = unread_count
         self.rings = {ring.process: ring for ring in RINGS.select(connection)}
         """By process."""
-        self.origin_s = read_origin_s(connection)
+        meta: dict[str, int] = dict(connection.rows("SELECT key, value FROM meta WHERE key != 'run'"))
+        self.origin_s = meta.get("origin_s", 0)
         """The second of the run's start in the tables (dpmon.store.time_buckets)."""
         self.buckets = TimeBuckets(connection, self.origin_s)
         """The time buckets of tallies and times."""
-        meta: dict[str, int] = dict(connection.rows("SELECT key, value FROM meta WHERE key IN ('pruned', 'seq')"))
         self.seq = meta.get("seq", 0)
         """Number of the last transaction."""
         self.pruned = meta.get("pruned", 0)

@@ -28,17 +28,23 @@ table has a column `seq`, the number of the last transaction that changed the ro
 replaces the one with its key. Deletions are not sent. WITH_TALLY: a row is sent again with its row of `tallies`."""
 SEQ = "(SELECT value FROM meta WHERE key = 'seq')"
 """The SQL for the number of the current transaction."""
-SUM, MIN, MAX, SKETCH = "sum", "min", "max", "sketch"
+SUM, FLOAT_SUM, MIN, MAX, SKETCH = "sum", "float sum", "min", "max", "sketch"
 _BOTH = {
     SUM: "{0} + excluded.{0}",
+    FLOAT_SUM: "{0} + excluded.{0}",
     MIN: "min({0}, excluded.{0})",
     MAX: "max({0}, excluded.{0})",
     SKETCH: "CAST({0} || excluded.{0} AS BLOB)",
 }
 """The SQL for both values, by how a column is combined. A sketch after a sketch is a sketch of both."""
-_ALL = {SUM: "total({0})", MIN: "min({0})", MAX: "max({0})", SKETCH: "merged_sketch({0})"}
-"""The SQL for many values. Unlike sum(), total() cannot overflow, so huge numbers from one node cannot fail the merge.
-It returns a float, which is exact below 2^53."""
+_ALL = {
+    SUM: "CAST(total({0}) AS INTEGER)",
+    FLOAT_SUM: "total({0})",
+    MIN: "min({0})",
+    MAX: "max({0})",
+    SKETCH: "merged_sketch({0})",
+}
+"""The SQL for many values. total() is exact below 2^53 and cannot overflow, so a node's huge numbers fail no merge."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +59,8 @@ class StoreTable(Generic[RowT]):
     insertion: str = "INSERT"
     """How a row is written; INSERT OR REPLACE if it takes the place of an earlier row."""
     combined: Mapping[str, str] = field(default_factory=dict)
-    """How a row changes the row with the same key: by column, one of SUM, MIN, MAX and SKETCH. Rows of several times
-    become one row in the same way (`merge_sql`)."""
+    """How a row changes the row with the same key: by column, SUM, FLOAT_SUM, MIN, MAX or SKETCH. Rows of
+    several times become one row in the same way (`merge_sql`)."""
     sent: str = ""
     """NUMBERED, CHANGING or WITH_TALLY; empty if rows stay on this machine."""
     not_sent: Collection[str] = ()

@@ -126,7 +126,7 @@ def starts_query(buckets: Iterable[tuple[int, int, int]]) -> str:
 class TimeBuckets:
     """The time buckets of a history, for its readers."""
 
-    def __init__(self, connection: HistoryConnection, origin_s: int = 0) -> None:
+    def __init__(self, connection: HistoryConnection, origin_s: int) -> None:
         self._origin_s = origin_s
         self.made_until = dict.fromkeys(WIDTHS, 0)
         """The second up to which the buckets of a width exist, by width."""

@@ -24,6 +24,9 @@ from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.run.safe_files import open_file
 
+COLLECTION_THRESHOLD = 100_000
+"""How many new objects start a garbage collection in a supervisor or a mirror. Rows create many objects, but no
+reference cycles."""
 MAX_FINISH_S = 10.0
 """How long to wait for the record of a run to be completed. It usually takes a few milliseconds per megabyte."""
 

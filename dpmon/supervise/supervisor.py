@@ -47,6 +47,7 @@ from dpmon.supervise.command_process import (
 )
 from dpmon.supervise.output_space import OutputSpaceReserver
 from dpmon.supervise.start_supervisor import (
+    COLLECTION_THRESHOLD,
     SECRET_PREFIX,
     TAKE_OVER,
     NotifierLauncher,
@@ -67,8 +68,6 @@ SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 MAX_DRAIN_WAIT_S = 0.05
 """Longest wait between two reads of the rings. With dpmon.store.ring_drain.COMMIT_S, it limits how long a record takes
 to reach the history. At 100,000 spans per second, a ring is full in 0.3 s, so it must be read more often."""
-COLLECTION_THRESHOLD = 100_000
-"""How many new objects start a garbage collection. Rows create many objects, but no reference cycles."""
 CHECK_INTERVAL_S = 0.2
 """Time between two checks of things that rarely change."""
 SEARCH_INTERVAL_S = 5.0

@@ -30,10 +30,10 @@ from yardstick import Yardstick  # noqa: E402
 
 from dpmon.export.incremental_rows import IncrementalRows  # noqa: E402
 from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver  # noqa: E402
-from dpmon.mirror.mirror import COLLECTION_THRESHOLD  # noqa: E402
 from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
 from dpmon.record.record_types import Event, Step  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
+from dpmon.supervise.start_supervisor import COLLECTION_THRESHOLD  # noqa: E402
 from support.history_builders import ORIGIN_S, Recording  # noqa: E402
 from support.record_builders import SECOND, Training, device_event, host_event, with_event_data, with_other  # noqa: E402
 

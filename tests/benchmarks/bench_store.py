@@ -46,7 +46,7 @@ from dpmon.store.tally_keys import TallyKey  # noqa: E402
 from dpmon.store.tally_tables import SecondOfSteps  # noqa: E402
 from dpmon.store.time_accounting import ActivityInterval  # noqa: E402
 from dpmon.store.write_batch import WriteBatch  # noqa: E402
-from dpmon.supervise.supervisor import COLLECTION_THRESHOLD  # noqa: E402
+from dpmon.supervise.start_supervisor import COLLECTION_THRESHOLD  # noqa: E402
 from support.history_builders import StepFacts, quantities  # noqa: E402
 from support.record_builders import TRAINING_FLAGS, call_row, consecutive_spans, step_row  # noqa: E402
 from support.ring_writers import RowRing, use_row_rings  # noqa: E402

@@ -118,6 +118,16 @@ class MirroredNode:
         return chunk._replace(beat=json.loads(json.dumps(beat))), more
 
 
+def send_all(machine: MirroredNode, records: MirrorHistory, until_s: int | None = None, *, last: bool = False) -> int:
+    """Write all chunks that a machine has; return how many. Other parameters as in `MirroredNode.chunk`."""
+    count, more = 0, True
+    while more:
+        chunk, more = machine.chunk(until_s, last=last)
+        records.write([(records.nodes[machine.number], chunk)])
+        count += 1
+    return count
+
+
 def row_line(table: str, *rows: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a node with rows of a table. Columns without a value are NULL, empty or 0."""
     columns = columns_sent(table)

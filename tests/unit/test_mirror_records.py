@@ -28,7 +28,7 @@ from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from support.history_builders import ORIGIN_S, Recording
-from support.mirror_builders import CLOCK_SHIFTS_NS, MirroredNode, mirror_run_info, open_mirror_store
+from support.mirror_builders import CLOCK_SHIFTS_NS, MirroredNode, mirror_run_info, open_mirror_store, send_all
 from support.record_builders import (
     SECOND,
     Training,
@@ -136,10 +136,7 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
                 node.state = "connected"
                 machine.rows = machine.connected(node)
     for machine in machines:
-        more = True
-        while more:
-            chunk, more = machine.chunk(last=True)
-            records.write([(records.nodes[machine.number], chunk)])
+        send_all(machine, records, last=True)
     mirror = open_mirror_store(records)
     for machine in machines:
         same(machine, records, mirror, chance)
@@ -171,10 +168,7 @@ def test_a_mirror_of_many_machines_has_no_buckets_of_a_second_but_the_same_sums(
         seconds = open_mirror_store(records).query("SELECT count(*) FROM tallies WHERE width = 1")
         assert seconds == [(0,)]
     for machine in machines:
-        more = True
-        while more:
-            chunk, more = machine.chunk(last=True)
-            records.write([(records.nodes[machine.number], chunk)])
+        send_all(machine, records, last=True)
     for node in records.nodes:
         node.state = "ended"
     records.write([])
@@ -197,11 +191,7 @@ def test_a_mirror_that_begins_late_has_the_same_sums(tmp_path: Path, sparse: boo
     machine.recording.add(Training(step_ns=SECOND).run(5000))
     machine.recording.add([device_event(float(second), 0) for second in range(0, 5000, 10)])
     records.nodes[0].state = "connected"
-    more, chunks = True, 0
-    while more:
-        chunk, more = machine.chunk(4990)
-        records.write([(records.nodes[0], chunk)])
-        chunks += 1
+    chunks = send_all(machine, records, 4990)
     for upto in range(4991, 5030):
         chunk, _ = machine.chunk(upto)
         records.write([(records.nodes[0], chunk)])
@@ -228,10 +218,8 @@ def test_a_machine_that_returns_after_a_late_one_has_all_its_steps(tmp_path: Pat
             while training.now < second * SECOND:
                 machine.recording.add(training.run(1))
         for number in connected:
-            records.nodes[number].state, more = "connected", True
-            while more:
-                chunk, more = machines[number].chunk(second - 2)
-                records.write([(records.nodes[number], chunk)])
+            records.nodes[number].state = "connected"
+            send_all(machines[number], records, second - 2)
 
     for second in range(10, 300, 10):
         work(second, 0)
@@ -261,10 +249,7 @@ def test_the_seconds_of_a_machine_with_a_wrong_clock_are_corrected(tmp_path: Pat
     machine.rows = IncrementalRows(rollups=True, shift_s=shift_s)
     node = records.nodes[0]
     node.state, node.shift_s, node.origin_s = "connected", shift_s, ORIGIN_S + wrong_s
-    more = True
-    while more:
-        chunk, more = machine.chunk(last=True)
-        records.write([(node, chunk)])
+    send_all(machine, records, last=True)
     mirror, own = open_mirror_store(records), machine.recording.store()
     ahead_s = wrong_s + shift_s
     for begin, end in ((0, 1 << 40), (20, 40), (37, 83)):
@@ -344,10 +329,7 @@ def after_a_cut(tmp_path: Path) -> tuple[MirrorHistory, Store]:
         together.write(second)
         for machine, node in zip(together.machines, records.nodes, strict=True):
             if node.number == 0 or not 20 <= second < 80:
-                more = True
-                while more:
-                    chunk, more = machine.chunk(second, last=second > 108)
-                    records.write([(node, chunk)])
+                send_all(machine, records, second, last=second > 108)
             elif second == 20:  # the connection is cut
                 machine.rows = machine.connected(node)
     return records, open_mirror_store(records)

@@ -153,9 +153,8 @@ class InputWaitWatcher:
         self._report_wait = report_wait
         self._wait: tuple[int, int | None] | None = None
         """The process that waits, and how many times it had gone to sleep before; None outside a wait."""
-        self._start_ns = 0
-        """The estimated start of the current wait, between two checks."""
-        self._last_check_ns = 0
+        self._start_ns = self._end_ns = 0
+        """The first and the last check that saw the current wait, which is never longer than it was."""
         self._next_check_s = 0.0
         self.close()  # remove the file of a killed supervisor
 
@@ -168,27 +167,23 @@ class InputWaitWatcher:
         wait = None if pid is None else (pid, proc.voluntary_switches(pid, pid))
         now_ns = time.monotonic_ns()
         if wait != self._wait:
-            between_ns = ((self._last_check_ns or now_ns) + now_ns) // 2
-            self._end_wait(between_ns)
-            self._wait, self._start_ns = wait, between_ns
+            self.close()
+            self._wait, self._start_ns = wait, now_ns
         if wait is not None:
-            self._write(now_ns)
-        self._last_check_ns = now_ns
+            self._end_ns = now_ns
+            self._write()
         self._next_check_s = now + (_CHECK_S if wait is None else CHECK_DURING_WAIT_S)
 
     def close(self) -> None:
         """End the current wait, if there is one, and delete the file."""
-        self._end_wait(self._last_check_ns)
-
-    def _end_wait(self, end_ns: int) -> None:
         with contextlib.suppress(OSError):
             self._path.unlink()
-        if self._wait is not None and end_ns - self._start_ns >= _MIN_REPORTED_NS:
+        if self._wait is not None and self._end_ns - self._start_ns >= _MIN_REPORTED_NS:
             pid, _ = self._wait
-            self._report_wait(pid, self._start_ns, end_ns)
+            self._report_wait(pid, self._start_ns, self._end_ns)
         self._wait = None
 
-    def _write(self, checked_ns: int) -> None:
+    def _write(self) -> None:
         """Overwrite the file with contents of the same length, in one write: a reader sees the old or the new ones."""
         with contextlib.suppress(OSError), open(open_file(self._path, os.O_WRONLY | os.O_CREAT), "wb") as file:
-            file.write(b"%020d %020d" % (self._start_ns, checked_ns))  # on a full disk the wait is not reported
+            file.write(b"%020d %020d" % (self._start_ns, self._end_ns))  # on a full disk the wait is not reported

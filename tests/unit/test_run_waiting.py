@@ -89,6 +89,21 @@ def test_a_rank_that_waits_is_reported_with_its_id(asking: subprocess.Popen[byte
     assert told == [asking.pid]
 
 
+def test_a_wait_never_starts_before_a_check_that_saw_it(
+    asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor without a processor checks late: a step that ended just before the check comes before the wait."""
+    pids = iter([os.getpid(), asking.pid])
+    monkeypatch.setattr("dpmon.run.stdin_terminal.is_reading_stdin", lambda _: next(pids) == asking.pid)
+    watch = InputWaitWatcher(tmp_path, asking.pid)
+    watch.poll(100.0)
+    before_ns = time.monotonic_ns()
+    watch.poll(101.0)
+    since_ns = input_wait_start_ns(tmp_path)
+    assert since_ns is not None
+    assert since_ns >= before_ns
+
+
 @pytest.mark.parametrize("text", ["", "-3", "1e5 1e5", "since yesterday", "12", "1 2 3"])
 def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / WAITS_FILE).write_text(text)
@@ -111,9 +126,7 @@ def test_a_wait_is_reported_once_at_its_end_unless_it_was_short(
     watch.poll(103.0)
     watch.poll(104.0)
     watch.close()
-    assert told == [(10**9, 45 * 10**8)], (
-        "once; the end is halfway between the last check that saw the wait and the next one"
-    )
+    assert told == [(10**9, 4 * 10**9)], "once, from the first to the last check that saw the wait"
 
 
 def test_a_short_wait_is_not_reported_but_one_cut_off_by_the_end_is(

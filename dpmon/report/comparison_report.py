@@ -23,7 +23,6 @@ from dpmon.model.run_comparison import (
 )
 from dpmon.record.schema import STEP
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
-from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import plots_of_runs
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state
@@ -69,11 +68,6 @@ def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunCompar
 
 
 # ------------------------------------------------------------------------------------------------ document
-
-
-def comparison_text(before: Iterable[Path], after: Iterable[Path], width: int) -> list[str]:
-    """Return the comparison of these runs in lines of at most `width` cells. Headings do not begin with a space."""
-    return text_lines(build_document(read_and_compare(before, after)), width)
 
 
 def build_document(comparison: RunComparison, judgments: Sequence[Judgment] = ()) -> Document:

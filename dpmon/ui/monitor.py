@@ -445,15 +445,10 @@ class Monitor(App[str]):
 
     def action_arrow(self, direction: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
-        output = self.live_run.output
-        does_scroll = self.view.zoom is not None or self.view.focus == "output"
-        if not does_scroll or (direction == "left" and self.view.zoom is None and not output.left):
-            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
-        elif direction in ("up", "down"):
+        if direction in ("up", "down") and (self.view.zoom is not None or self.view.focus == "output"):
             self._scroll(self.view.focus, -1 if direction == "up" else 1)
-        elif self.view.focus == "output":
-            output.left = max(output.left + (-8 if direction == "left" else 8), 0)
-            self.draw()
+        elif self.view.zoom is None:
+            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
 
     def action_zoom(self) -> None:
         """Show the node of the chosen rank, else the panel in focus on the full screen; or go back."""
@@ -480,16 +475,16 @@ class Monitor(App[str]):
     def action_scroll_page(self, pages: int) -> None:
         """Scroll by pages."""
         panel = self.view.zoom or "output"
-        self._scroll(panel, pages * max(self._inner_size(panel)[1] - 1, 1))
+        self._scroll(panel, pages * max(self._inner_height(panel) - 1, 1))
 
-    def _inner_size(self, panel: str) -> tuple[int, int]:
-        """Return the width and height inside the frame of a panel."""
+    def _inner_height(self, panel: str) -> int:
+        """Return the number of rows inside the frame of a panel, at least 1."""
         slot = self.slots.get(panel)
-        return (max(slot.width - 4, 1), max(slot.height - 2, 1)) if slot is not None else (1, 1)
+        return 1 if slot is None else max(slot.height - 2, 1)
 
     def _scroll(self, panel: str, rows: int) -> None:
         if panel == "output":
-            self.live_run.output.scroll(rows, self._inner_size(panel)[1])
+            self.live_run.output.scroll(rows, self._inner_height(panel))
             self.draw()
             return
         first_row = max(self.view.first_rows.get(panel, 0) + rows, 0)
@@ -627,8 +622,7 @@ class Monitor(App[str]):
 
     def _search(self, text: str, direction: int) -> None:
         """Go to the next older (1) or newer (-1) line that contains `text`."""
-        width, height = self._inner_size("output")
-        self.show_message(self.live_run.output.find(text, direction > 0, height, width))
+        self.show_message(self.live_run.output.find(text, direction > 0, self._inner_height("output")))
 
     # ------------------------------------------------------------------------------------------ dialogs
 

@@ -332,8 +332,6 @@ async def test_searching_the_output(tmp_path: Path) -> None:
         await on.press("slash", *"needle", "enter")
         await on.shows("line 291 of 300")
         assert on.app.view.focus == "output"
-        row = next(row for row in on.app.panel_rows("output") if "step 290" in "".join(t for t, _ in row))
-        assert ("Needle", "found") in row
         await on.press("n")
         await on.shows("line 41 of 300")
         await on.shows("step 40 Needle")

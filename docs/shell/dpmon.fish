@@ -61,7 +61,7 @@ function _shtab_dpmon_using
 end
 
 set -g _shtab_dpmon_commands attach status why ls stop report compare export try doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -74,7 +74,6 @@ complete -c dpmon -n _shtab_dpmon_using -l devices -x -d 'the replicas'"'"' devi
 complete -c dpmon -n _shtab_dpmon_using -l mode -xka "auto script dp single" -d 'initial mode; script: leave the computation exactly as written; auto: follow the script and the options'
 complete -c dpmon -n _shtab_dpmon_using -l batch-dim -x -d 'the batch'"'"'s dimension in a model'"'"'s first input (default: 0)'
 complete -c dpmon -n _shtab_dpmon_using -l no-loss -d 'do not read the losses of the training'
-complete -c dpmon -n _shtab_dpmon_using -l replay -x -d 'repeat the first N batches of each loader'
 complete -c dpmon -n _shtab_dpmon_using -l headless -d 'no screen (the default without a terminal)'
 complete -c dpmon -n _shtab_dpmon_using -l detach -d 'start in the background and return at once'
 complete -c dpmon -n _shtab_dpmon_using -l json -d 'without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)'

@@ -191,7 +191,6 @@ def run_parser() -> argparse.ArgumentParser:
         help="the batch's dimension in a model's first input (default: 0)",
     )
     add("--no-loss", dest="loss", action="store_false", help="do not read the losses of the training")
-    add("--replay", type=_parse_count, metavar="N", help="repeat the first N batches of each loader")
     add("--headless", action="store_true", help="no screen (the default without a terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
     add(

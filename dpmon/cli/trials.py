@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,8 +62,8 @@ class Trial(NamedTuple):
     """Options of dpmon."""
     command: tuple[str, ...] | None = None
     """The command; None for the unchanged one."""
-    threads: int | None = None
-    """OMP_NUM_THREADS."""
+    variables: Mapping[str, str] = {}
+    """Environment variables."""
     metric: str = "step"
     max_saving: float | None = None
     """The largest share of step time (0 to 1) that the change can save; None if no bound is known."""
@@ -146,9 +146,6 @@ class _TrialRunner:
         ]
         dpmon_words = [*passed_options, *trial.options, "--no-loss", "--name", name, "--detach"]
         dpmon_words += ["--"] if options.module is None else ["-m", options.module]
-        environ = dict(os.environ)
-        if trial.threads is not None:
-            environ["OMP_NUM_THREADS"] = str(trial.threads)
         command = [
             sys.executable,
             "-m",
@@ -158,7 +155,12 @@ class _TrialRunner:
         ]
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, check=False
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env={**os.environ, **trial.variables},
+                check=False,
             )
             if done.returncode:
                 _, _, last_line = done.stderr.strip().rpartition("\n")
@@ -236,7 +238,9 @@ def plan_trials(
     else:
         changes = f"the data: the first {CACHED_BATCHES} batches of each loader, repeated"
         saves = data_share(mode.settled_stats) if rank_count == 1 else None
-        trials.append(Trial("cached-batches", changes, ("--replay", str(CACHED_BATCHES)), max_saving=saves))
+        trials.append(
+            Trial("cached-batches", changes, variables={"DPMON_REPLAY": str(CACHED_BATCHES)}, max_saving=saves)
+        )
     if mode is None or mode.mode != "dp":
         absent["single"] = "the script does not run under DataParallel"
     else:
@@ -252,7 +256,9 @@ def plan_trials(
         if str(count) == threads:
             absent[f"{_THREADS_PREFIX}{count}"] = f"OMP_NUM_THREADS is {count}"
         else:
-            trials.append(Trial(f"{_THREADS_PREFIX}{count}", "OMP_NUM_THREADS", threads=count))
+            trials.append(
+                Trial(f"{_THREADS_PREFIX}{count}", "OMP_NUM_THREADS", variables={"OMP_NUM_THREADS": str(count)})
+            )
     return trials, absent
 
 

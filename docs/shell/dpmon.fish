@@ -61,7 +61,7 @@ function _shtab_dpmon_using
 end
 
 set -g _shtab_dpmon_commands attach status why ls stop report compare export try doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hosts --kind --metrics --mode --name --on-event --only --output --phase --python --refresh --replicas --rounds --slurm --steps --timeout --via --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -112,7 +112,6 @@ complete -c dpmon -n '_shtab_dpmon_using ls' -l hosts -x -d 'hosts, such as gpu[
 complete -c dpmon -n '_shtab_dpmon_using ls' -l slurm -x -d 'the nodes of a Slurm job, by srun'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l via -x -d 'a command instead of ssh; {} is the host: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using ls' -l json -d 'one JSON object per line'
-complete -c dpmon -n '_shtab_dpmon_using ls' -l script -x -d 'the metrics of this script over its runs, oldest to newest'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a stop -d 'Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.'
 complete -c dpmon -n '_shtab_dpmon_using stop' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using stop; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
@@ -126,10 +125,8 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using compare' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using compare' -l fail-if-slower -x -d 'exit with 4 if step time grew by more than this, such as 5%'
 complete -c dpmon -n '_shtab_dpmon_using compare' -l phase -x -d 'apply --fail-if-slower to this phase instead (repeatable)'
-complete -c dpmon -n '_shtab_dpmon_using compare' -l memory -x -d 'exit with 4 if peak memory grew by more than this'
 complete -c dpmon -n '_shtab_dpmon_using compare' -l json -d 'one JSON object, for programs'
-complete -c dpmon -n '_shtab_dpmon_using compare' -l html -d 'a self-contained page with plots'
-complete -c dpmon -n '_shtab_dpmon_using compare' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output; of --html, RUN.html)'
+complete -c dpmon -n '_shtab_dpmon_using compare' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output)'
 complete -c dpmon -n '_shtab_dpmon_using compare; and test $_shtab_dpmon_npos -ge 0' -ka "(_dpmon_runs)" -d 'the run before and the run after; -- separates several of each'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a export -d 'Write the records of a run, live or finished. Without RUN: the newest one.'
 complete -c dpmon -n '_shtab_dpmon_using export' -s h -l help -d 'show this help message and exit'

@@ -211,20 +211,7 @@ def render_document(document: Document, output: str | None) -> str:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List the runs, the newest last: name, state, age, duration, steps, samples/s, exit status, command.
-
-    With a script, show the metrics of its runs instead.
-    """
-    if options.script is not None:
-        from dpmon.report import drift
-
-        trend = drift.read_run_trend(options.script)
-        if options.json:
-            text = to_safe_json(drift.trend_as_json(trend), indent=1) + "\n"
-        else:
-            text = render_document(drift.build_document(trend), None)
-        write_output(text, None)
-        return 0
+    """List the runs, the newest last: name, state, age, duration, steps, samples/s, exit status, command."""
     unreadable: list[str] = []
     listed = list_runs(unreadable)
     if unreadable:

@@ -253,8 +253,6 @@ def _no_run_error(reply_count: int) -> str:
 
 def ls(options: argparse.Namespace) -> int:
     """List the runs of all hosts, those of a job together; return 1 if a host did not reply, else 0."""
-    if options.script is not None:
-        raise UsageError("--script shows the runs of this machine only")
     requested_hosts = hosts_from_options(options)
     runs, failed = list_remote_runs(requested_hosts)
     ordered = [remote_run for group in group_by_job(runs) for remote_run in group]

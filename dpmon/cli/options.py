@@ -269,7 +269,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--python", metavar="PYTHON", help="the Python that would run the script")
     if command == "ls":
         add("--json", action="store_true", help="one JSON object per line")
-        add("--script", metavar="SCRIPT", help="the metrics of this script over its runs, oldest to newest")
     if command == "status":
         add("--all", action="store_true", help="all runs")
         add("--wait", choices=WAIT_STATES, metavar="STATE", help=f"wait for a state: {', '.join(WAIT_STATES)}")
@@ -279,10 +278,10 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     if command == "keep":
         add("--not", dest="kept", action="store_false", help="end the protection")
     if command == "compare":
-        percent_options: dict[str, Any] = {"type": _parse_percent, "metavar": "PERCENT"}
         add(
             "--fail-if-slower",
-            **percent_options,
+            type=_parse_percent,
+            metavar="PERCENT",
             help="exit with 4 if step time grew by more than this, such as 5%%",
         )
         add(
@@ -291,8 +290,9 @@ def command_parser(command: str) -> argparse.ArgumentParser:
             action="append",
             help="apply --fail-if-slower to this phase instead (repeatable)",
         )
-        add("--memory", **percent_options, help="exit with 4 if peak memory grew by more than this")
-    if command in ("report", "compare"):
+        add("--json", action="store_true", help=_JSON_HELP)
+        add("-o", "--output", metavar="FILE", help="output file (default: standard output)")
+    if command == "report":
         output_group = parser.add_mutually_exclusive_group()
         output_group.add_argument("--json", action="store_true", help=_JSON_HELP)
         output_group.add_argument("--html", action="store_true", help="a self-contained page with plots")

@@ -368,7 +368,6 @@ def test_doctor_says_of_each_machine_what_is_missing(
     ("words", "sentence"),
     [
         (["ls", "--via", "x {}"], "--via needs hosts"),
-        (["ls", "--host", "a", "--script", "x.py"], "--script shows the runs of this machine only"),
         (["ls", "--host", "-x"], "--host: expected one argument"),
         (["ls", "--host=-x"], "'-x' is not a valid node name"),
         (["ls", "--hosts", "a[1-"], "is not a list of nodes"),

@@ -14,7 +14,7 @@ from dpmon.config import SETTINGS
 from dpmon.errors import DpmonError
 from dpmon.stalls.run_state import STATES
 
-MULTI_NODE_COMMANDS = ("attach", "ls", "doctor")
+MULTI_NODE_COMMANDS = ("attach", "ls")
 """Commands that accept several hosts."""
 MAX_REPLICAS = 4096
 WAIT_STATES = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")
@@ -92,7 +92,7 @@ class _OptionParser(argparse.ArgumentParser):
             name, _, _ = word.partition("=")
             if name in _HOST_OPTIONS:
                 raise UsageError(
-                    f"{word} works with attach, ls and doctor only; give other commands the run that attach created"
+                    f"{word} works with attach and ls only; give other commands the run that attach created"
                 )
             raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is not expected here")
         raise UsageError(message.removeprefix("argument "))

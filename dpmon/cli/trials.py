@@ -48,6 +48,9 @@ _THREADS_PREFIX = "threads-"
 _LIVE_STATES = ("running", "starting", "ending", "unsupervised")
 _BASELINE = "as-is"
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MEANINGLESS_NOTE = (
+    "The losses and checkpoints of these runs are meaningless: they are short, and trials change the computation."
+)
 _GAIN_NOTE = (
     "max. gain: the largest share of step time that the change can save, by the times of the first unchanged run."
 )
@@ -311,9 +314,7 @@ def _build_document(
         f"{format_count_with_noun(options.rounds, 'run')} of up to {options.steps} steps each, alternating",
         "tried",
         "dpmon ls lists them",
-        [
-            "The losses and checkpoints of these runs are meaningless: they are short, and trials change the computation."
-        ],
+        [_MEANINGLESS_NOTE],
         [section for section in sections if section.parts],
     )
 

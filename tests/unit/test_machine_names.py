@@ -287,33 +287,24 @@ def test_the_newest_live_job_or_the_named_one_is_chosen(
 def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     runs = [there("a", 1, None), there("b", 2, None)]
     assert len(group_by_job(runs)) == 2
-    assert choose_job_runs(runs, None) == {}
+    for slurm_job in (None, "7"):
+        with pytest.raises(RunError, match="attach again when one trains, or give its name, such as train-0002"):
+            choose_job_runs(runs, None, slurm_job)
     with pytest.raises(RunError, match="no host that replied has a run other: `dpmon ls` with the same"):
         choose_job_runs(runs, "other")
-    assert choose_job_runs(runs, None, "7") == {}
     with pytest.raises(RunError, match="no host that replied has a run of job 7"):
         choose_job_runs([there("a", 1)], None, "7")
 
 
-def test_a_job_that_starts_is_waited_for_but_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    starts, trains = [there("a", 1, None), there("b", 2, None)], [there("a", 1), there("b", 2)]
-    monkeypatch.setattr(module, "_RETRY_S", 0.0)
-    trains[0] = there("a", 1, name="../../etc/x")  # a machine may say anything
-    answers = iter([starts, starts, trains])
-    monkeypatch.setattr(module, "list_remote_runs", lambda asked: (next(answers), {}))
+def test_the_mirror_is_named_by_an_id_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [there("a", 1, name="../../etc/x"), there("b", 2)]  # a machine may say anything
+    monkeypatch.setattr(module, "list_remote_runs", lambda asked: (runs, {}))
     made = []
     monkeypatch.setattr(module, "find_or_create_mirror", lambda *about: made.append(about))
     options = Namespace(run=None, slurm=None, metrics=None)
-    module._find_or_create_mirror(options, [one.host for one in starts], None)
+    module._find_or_create_mirror(options, [one.host for one in runs], None)
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
     assert made[0][0] == "train"
-    assert capsys.readouterr().err.count("waiting until one trains") == 2
-    monkeypatch.setattr(module, "_MAX_JOB_WAIT_S", 0.0)
-    answers = iter([starts, starts])
-    with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
-        module._find_or_create_mirror(options, [one.host for one in starts], None)
 
 
 # ------------------------------------------------------------------------------------------------ command line

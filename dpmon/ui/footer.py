@@ -18,20 +18,18 @@ from dpmon.ui.terminal_style import TerminalStyle
 _KEPT_KEYS = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
 _KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "n", "N", "space", "/", "x", "1-6", "enter", "w")
-_KEYS_BY_USE += ("i", "< >", "l", "[ ]", "r", "e", "s", "t", "o")
+_KEYS_BY_USE += ("i", "< >", "l", "[ ]", "s", "t")
 """The most useful keys first; the others follow."""
-_KEYS_AFTER_END = ("r", "e")
-"""The main keys after the end of a run."""
 _WORDS_OF_RETURN = ("resume", "now")
 """Words of keys that end a state (a pause, a frozen picture, an earlier time) which no other key ends."""
 _WORD_FOR_ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
 _SHORT_WORDS = {"→ single": "→single", "→ dp": "→dp", "all panels": "back", "to the end": "last", "end search": "end"}
-_SHORT_WORDS |= {"next call": "next", "warnings": "warn", "slow steps": "slow", "output file": "file"}
+_SHORT_WORDS |= {"next call": "next", "slow steps": "slow"}
 """Short forms of words for a row that is too narrow."""
 _WIDE_CELLS = 100
 """From this many cells on, keys stand two cells apart."""
-_TIMELINE_KEYS = (("space", "play"), (", .", "step"), ("< >", "time"), ("{ }", "speed"), ("g G", "ends"))
+_TIMELINE_KEYS = (("space", "play"), (", .", "step"), ("< >", "time"), ("g G", "ends"))
 _PLAYED_SIGN, _REMAINING_SIGN = "━", "─"
 _MIN_LINE_CELLS, _PREFERRED_LINE_CELLS = 7, 20
 """Least and preferred number of cells of the line; keys are left out to make room for it."""
@@ -51,8 +49,6 @@ def _priority(command: KeyCommand, word: str, screen: ScreenData) -> int:
         return -3
     if word in _WORDS_OF_RETURN or (command.key == "i" and screen.input_wait_ns is not None):
         return -2
-    if screen.is_over and command.key in _KEYS_AFTER_END:
-        return -1
     return _KEYS_BY_USE.index(command.key) if command.key in _KEYS_BY_USE else len(_KEYS_BY_USE)
 
 

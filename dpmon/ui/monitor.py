@@ -26,10 +26,9 @@ from dpmon.stalls.stall_report import parse_report
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_elapsed, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
-from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages, key_name
+from dpmon.ui.dialogs import CommandPalette, Dialog, LineInput, TextPages, key_name
 from dpmon.ui.footer import key_at
 from dpmon.ui.help_text import help_rows
-from dpmon.ui.list_dialogs import RunList, StepList
 from dpmon.ui.live_run import FROZEN_RANKS, LiveRun, OpenStore
 from dpmon.ui.panel_drawer import PanelDrawer
 from dpmon.ui.panel_layout import Slot
@@ -45,6 +44,7 @@ from dpmon.ui.screen_painter import (
     paint_panels,
     panel_slots,
 )
+from dpmon.ui.step_list import StepList
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
 from dpmon.ui.terminal_style import TerminalStyle
@@ -53,12 +53,6 @@ from dpmon.ui.why_dialog import WhyDialog
 
 _REPAINT_S = 60.0
 _MAX_LISTED_STEPS = 50
-_EXPORT_CHOICES = [
-    ("j", "jsonl", "JSON, one object per line: every record"),
-    ("c", "csv", "CSV: a directory with one table per kind"),
-    ("p", "perfetto", "a trace for ui.perfetto.dev, one track per replica"),
-    ("esc", "stay", "none"),
-]
 
 
 class Monitor(App[str]):
@@ -342,32 +336,6 @@ class Monitor(App[str]):
 
     # ------------------------------------------------------------------------------------------ other threads
 
-    def _show_text(self, title: str, waiting_text: str, write: Callable[[int], list[str]]) -> None:
-        """Show the lines that `write` returns on another thread for a width in cells."""
-        width = max(min(self.size.width - 4, 108), 20)
-        rows: list[Row] = [[(waiting_text, "dim")]]
-        # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
-        pages = TextPages(title, lambda _: rows, self.style)
-
-        def make() -> str | None:
-            nonlocal rows
-            lines = [sanitize_line(line, 400) for line in write(width)]
-            rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
-            return None
-
-        self.push_screen(pages)
-        self._update_dialog_after(pages, make)
-
-    def _update_dialog_after(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
-        """Draw an open dialog again after `job`, which runs on another thread, or show why the job failed."""
-
-        def show(problem: str | None) -> None:
-            if not dialog.is_closed:
-                dialog.problem = problem
-                dialog.draw()
-
-        self._run_in_thread(job, show)
-
     def _run_in_thread(self, job: Callable[[], str | None], handle_result: Callable[[str | None], None]) -> None:
         """Run `job` on another thread; pass its result or its error to `handle_result` on the screen's thread."""
 
@@ -392,7 +360,7 @@ class Monitor(App[str]):
         """Handle a key at once, so that keys typed ahead reach the dialog that an earlier key opens."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
-        elif self._is_dialog_open and event.key not in keys.ANYWHERE:
+        elif self._is_dialog_open and event.key != "ctrl+c":
             self.screen.post_message(event)
         elif event.key in self.ACTIONS:
             await self.run_action(self.ACTIONS[event.key])
@@ -477,15 +445,10 @@ class Monitor(App[str]):
 
     def action_arrow(self, direction: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
-        output = self.live_run.output
-        does_scroll = self.view.zoom is not None or self.view.focus == "output"
-        if not does_scroll or (direction == "left" and self.view.zoom is None and not output.left):
-            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
-        elif direction in ("up", "down"):
+        if direction in ("up", "down") and (self.view.zoom is not None or self.view.focus == "output"):
             self._scroll(self.view.focus, -1 if direction == "up" else 1)
-        elif self.view.focus == "output":
-            output.left = max(output.left + (-8 if direction == "left" else 8), 0)
-            self.draw()
+        elif self.view.zoom is None:
+            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
 
     def action_zoom(self) -> None:
         """Show the node of the chosen rank, else the panel in focus on the full screen; or go back."""
@@ -512,16 +475,16 @@ class Monitor(App[str]):
     def action_scroll_page(self, pages: int) -> None:
         """Scroll by pages."""
         panel = self.view.zoom or "output"
-        self._scroll(panel, pages * max(self._inner_size(panel)[1] - 1, 1))
+        self._scroll(panel, pages * max(self._inner_height(panel) - 1, 1))
 
-    def _inner_size(self, panel: str) -> tuple[int, int]:
-        """Return the width and height inside the frame of a panel."""
+    def _inner_height(self, panel: str) -> int:
+        """Return the number of rows inside the frame of a panel, at least 1."""
         slot = self.slots.get(panel)
-        return (max(slot.width - 4, 1), max(slot.height - 2, 1)) if slot is not None else (1, 1)
+        return 1 if slot is None else max(slot.height - 2, 1)
 
     def _scroll(self, panel: str, rows: int) -> None:
         if panel == "output":
-            self.live_run.output.scroll(rows, self._inner_size(panel)[1])
+            self.live_run.output.scroll(rows, self._inner_height(panel))
             self.draw()
             return
         first_row = max(self.view.first_rows.get(panel, 0) + rows, 0)
@@ -659,8 +622,7 @@ class Monitor(App[str]):
 
     def _search(self, text: str, direction: int) -> None:
         """Go to the next older (1) or newer (-1) line that contains `text`."""
-        width, height = self._inner_size("output")
-        self.show_message(self.live_run.output.find(text, direction > 0, height, width))
+        self.show_message(self.live_run.output.find(text, direction > 0, self._inner_height("output")))
 
     # ------------------------------------------------------------------------------------------ dialogs
 
@@ -720,8 +682,13 @@ class Monitor(App[str]):
             if end_ns is not None:
                 self._show_time(int(end_ns))
 
+        def show(problem: str | None) -> None:
+            if not dialog.is_closed:
+                dialog.problem = problem
+                dialog.draw()
+
         self.push_screen(dialog, go_to_step)
-        self._update_dialog_after(dialog, read)
+        self._run_in_thread(read, show)
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the snapshot has."""
@@ -786,39 +753,3 @@ class Monitor(App[str]):
         self._run_in_thread(
             lambda: f"screenshot: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
         )
-
-    def action_export(self) -> None:
-        """Export all records in the background, after asking for the format."""
-        text = ["Writes all records so far into a new file, in the background."]
-        self.push_screen(Choice("Export", text, _EXPORT_CHOICES, self.style), self._export)
-
-    def _export(self, file_format: str | None) -> None:
-        if file_format in background_jobs.ENDINGS:
-            self.show_message("exporting in the background")
-            directory, name = self.live_run.directory, self.live_run.file_name()
-            self._run_in_thread(
-                lambda: f"exported: {background_jobs.export_records(directory, name, file_format)}", self.show_message
-            )
-
-    def action_report(self) -> None:
-        """Show the report on the run so far."""
-        directory = self.live_run.directory
-        self._show_text(
-            "Report", "writing the report ...", lambda width: background_jobs.render_report(directory, width)
-        )
-
-    def action_compare(self) -> None:
-        """Choose runs to compare, and show the comparison."""
-        dialog = RunList(self.live_run.directory, self.style)
-
-        def compare(answer: str | None) -> None:
-            if answer is not None:
-                before, after = dialog.runs_on_side("A"), dialog.runs_on_side("B")
-                self._show_text(
-                    "Comparison",
-                    "comparing the runs ...",
-                    lambda width: background_jobs.render_comparison(before, after, width),
-                )
-
-        self.push_screen(dialog, compare)
-        self._update_dialog_after(dialog, dialog.read)

@@ -9,7 +9,7 @@ from dpmon.text.cells import wrap_text
 from dpmon.ui.footer import render_footer, render_timeline
 from dpmon.ui.panel_layout import MAIN_PANEL_SHARE, MIN_HEIGHT, MIN_WIDTH, Slot, place_panels
 from dpmon.ui.panels import panel_batch, panel_devices, panel_output, panel_progress, panel_ranks, panel_stall
-from dpmon.ui.panels.panel_output import OutputView, highlight_matches
+from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import is_reply_cut, render_panel, reply_message
 from dpmon.ui.scenes import choose_scene
 from dpmon.ui.screen_data import BEFORE_STALL, PANELS, ScreenData
@@ -148,14 +148,12 @@ def _panel_content(
         return title, corner, panel_progress.render_panel(screen, width, height, style)
     title, corner = panel_output.panel_title(output, screen, slot.width, style)
     search = screen.view.search
-    ellipsis = style.glyphs.more
-    lines = output.visible_rows(height)
     if search:
         title = [*title, (f" {style.glyphs.middot} find ", "dim"), (search, "wait")]
-        lines = [highlight_matches(line, search) for line in lines]
-    if output.left:
-        return title, corner, panel_output.scroll_sideways(lines, output.left, ellipsis)
-    return title, corner, [panel_output.shorten_traceback_path(line, width, ellipsis) for line in lines]
+    lines = [
+        panel_output.shorten_traceback_path(line, width, style.glyphs.more) for line in output.visible_rows(height)
+    ]
+    return title, corner, lines
 
 
 def join_panels(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[Row]:

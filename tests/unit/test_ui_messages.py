@@ -72,7 +72,6 @@ async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) 
         for key, words in (
             ("z", "z does nothing here: ? shows the keys"),
             ("f5", "f5 does nothing here"),
-            ("o", "there is only one output file"),
             ("n", "there is no other call or root"),
             ("N", "N continues a search"),
             ("i", "dpmon cannot reach the script's input"),

@@ -10,7 +10,7 @@ import pytest
 from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord
 from dpmon.run.run_directory import ExitInfo
 from dpmon.run.run_reader import PauseState
-from dpmon.ui.footer import current_key_hints
+from dpmon.ui.keys import available_commands
 from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity, format_devices
 from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
@@ -198,11 +198,11 @@ def test_dropped_records_are_counted_on_the_screen() -> None:
     assert "dropped" not in screen_text(screen_data_of(Training()), 80, 24)
 
 
-def test_warnings_are_shown_and_have_a_key() -> None:
+def test_warnings_are_shown_and_listed_in_the_palette() -> None:
     facts = warned(screen_data_of(Training()), "the hook\x1b[2J took itself out")
     text = screen_text(facts, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
-    assert ("W", "warnings") in [hint[:2] for hint in current_key_hints(facts)]
+    assert "warnings" in {command.action for command in available_commands(facts)}
 
 
 @pytest.mark.parametrize(

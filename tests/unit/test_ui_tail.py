@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.ui.panels.panel_output import MAX_ROWS, LogTail, OutputView, find_matches, highlight_matches, panel_title
+from dpmon.ui.panels.panel_output import MAX_ROWS, LogTail, OutputView, has_match, panel_title
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from support.screen_states import STYLE
@@ -34,7 +34,7 @@ class Log:
         return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80, STYLE)[1])
 
     def find(self, needle: str, by: int = 1, height: int = 10) -> str:
-        return self.output.find(needle, by > 0, height, 80)
+        return self.output.find(needle, by > 0, height)
 
     @property
     def tail(self) -> LogTail:
@@ -107,7 +107,7 @@ def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
     output = OutputView([LogTail(tmp_path / "none.log")])
     output.refresh()
     assert output.visible_rows(5) == []
-    assert output.find("x", True, 5, 80) == "no older line with 'x'"
+    assert output.find("x", True, 5) == "no older line with 'x'"
 
 
 def test_a_link_is_refused(tmp_path: Path) -> None:
@@ -161,13 +161,5 @@ def test_only_what_is_shown_is_found(log: Log) -> None:
 
 
 def test_capitals_count_only_if_there_are_some() -> None:
-    assert find_matches("An Error", "error") == [(3, 8)]
-    assert find_matches("An error", "Error") == []
-    assert find_matches("anything", "") == []
-    assert highlight_matches([("An Err", "a"), ("or, error", "b")], "error") == [
-        ("An ", "a"),
-        ("Error", "found"),
-        (", ", "b"),
-        ("error", "found"),
-    ]
-    assert highlight_matches([("none", "")], "x") == [("none", "")]
+    assert has_match("An Error", "error")
+    assert not has_match("An error", "Error")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from dpmon.run.safe_files import open_file
 from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_count
 from dpmon.ui.screen_data import NAMES, ScreenData
-from dpmon.ui.styled_rows import Row, crop_row, merge_spans, plain_text, row_width
+from dpmon.ui.styled_rows import Row, crop_row, plain_text, row_width
 from dpmon.ui.terminal_emulator import MAX_CHANGING_ROWS, TerminalPage
 from dpmon.ui.terminal_style import TerminalStyle
 
@@ -121,8 +120,7 @@ class OutputView:
     tails: list[LogTail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
-    left: int = 0
-    hit: int | None = None
+    found_serial: int | None = None
     """Serial number of the row with the last match."""
 
     @property
@@ -140,7 +138,7 @@ class OutputView:
     def next_file(self) -> None:
         """Show the other file, if there is one."""
         if len(self.tails) > 1:
-            self.which, self.top, self.hit = (self.which + 1) % len(self.tails), None, None
+            self.which, self.top, self.found_serial = (self.which + 1) % len(self.tails), None, None
 
     def scroll(self, by: int, height: int) -> None:
         """Scroll by `by` rows (up is negative); follow the file again at its end."""
@@ -158,31 +156,25 @@ class OutputView:
         """Return the visible rows, as a terminal would show them."""
         return [] if self.tail is None else self.tail.rows(self._top_serial(self.tail, height), max(height, 0))
 
-    def find(self, search_text: str, older: bool, height: int, width: int) -> str:
+    def find(self, search_text: str, older: bool, height: int) -> str:
         """Scroll to the next older or newer row with this text, and return the message for the user."""
         tail = self.tail
         if tail is None:
             return "there is no output"
         top = self._top_serial(tail, height)
-        if self.hit is not None and top <= self.hit < top + height:
-            start = self.hit
-        else:
-            start = top + height if older else top - 1
+        start = top + height if older else top - 1
+        if self.found_serial is not None and top <= self.found_serial < top + height:
+            start = self.found_serial
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
         for serial in serials:
             (row,) = tail.rows(serial, 1)
-            matches = find_matches(plain_text(row), search_text)
-            if matches:
+            if has_match(plain_text(row), search_text):
                 break
         else:
             scope_text = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
             return f"no {'older' if older else 'newer'} line with {search_text!r}{scope_text}"
-        self.hit = serial
+        self.found_serial = serial
         self._scroll_to(tail, top if top <= serial < top + height else serial - height // 2, height)
-        first_match, *_ = matches
-        column, last_column = span_width(plain_text(row)[: first_match[0]]), width - len(search_text) - 1
-        if not self.left <= column < self.left + last_column:
-            self.left = max(column - width // 2, 0) if column > last_column - 1 else 0
         return line_position(tail, serial)
 
 
@@ -192,18 +184,10 @@ def line_position(tail: LogTail, serial: int) -> str:
     return f"line {format_count(serial - tail.first + 1)} of {total}"
 
 
-def find_matches(text: str, search_text: str) -> list[tuple[int, int]]:
-    """Return the (start, end) of each match in a visible line; case matters only if `search_text` has capitals."""
-    flags = 0 if any(char.isupper() for char in search_text) else re.IGNORECASE
-    return [match.span() for match in re.finditer(re.escape(search_text), text, flags)] if search_text else []
-
-
-def highlight_matches(row: Row, search_text: str) -> Row:
-    """Return the row with all matches in the style "found"."""
-    cells = [(char, text_style) for part, text_style in row for char in part]
-    for start, end in find_matches(plain_text(row), search_text):
-        cells[start:end] = [(char, "found") for char, _ in cells[start:end]]
-    return merge_spans(cells)
+def has_match(line: str, search_text: str) -> bool:
+    """Return whether a line contains `search_text`; case matters only if that has capitals."""
+    has_capitals = any(char.isupper() for char in search_text)
+    return search_text in (line if has_capitals else line.lower())
 
 
 def panel_title(output: OutputView, screen: ScreenData, width: int, style: TerminalStyle) -> tuple[Row, Row]:
@@ -214,23 +198,19 @@ def panel_title(output: OutputView, screen: ScreenData, width: int, style: Termi
         title.append((f" {style.glyphs.middot} {tail.path.name}", "dim"))
     if tail is None or not tail.size:
         return title, []
-    column_note: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
         if screen.shows_past and not screen.is_over:  # the output's lines have no times
             scope_text = "of the whole run, not only up to this time"
-            return title, [*column_note, (scope_text if width >= len(scope_text) + 28 else "of the whole run", "wait")]
-        return title, [*column_note, ("the end" if screen.is_over else "following", "dim")]
-    return title, [*column_note, (line_position(tail, output.top), "wait")]
+            return title, [(scope_text if width >= len(scope_text) + 28 else "of the whole run", "wait")]
+        return title, [("the end" if screen.is_over else "following", "dim")]
+    return title, [(line_position(tail, output.top), "wait")]
 
 
 _TRACEBACK_LINE = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
 def shorten_traceback_path(row: Row, width: int, more: str = "…") -> Row:
-    """Return the row; a traceback line of more than `width` cells loses a part of the file's directory.
-
-    The row is unchanged if this would hide a match of the search.
-    """
+    """Return the row; a traceback line of more than `width` cells loses a part of the file's directory."""
     text = plain_text(row)
     excess_cells = row_width(row) - width
     match = _TRACEBACK_LINE.match(text) if excess_cells > 0 else None
@@ -239,18 +219,4 @@ def shorten_traceback_path(row: Row, width: int, more: str = "…") -> Row:
     start, end = (span_width(text[:at]) for at in match.span("path"))
     (_, text_style), *_ = crop_row(row, start, end)
     remaining_row = crop_row(row, min(start + excess_cells + len(more), end), row_width(row))
-    short_row: Row = [*crop_row(row, 0, start), (more, text_style), *remaining_row]
-    return short_row if _count_highlighted(short_row) == _count_highlighted(row) else row
-
-
-def _count_highlighted(row: Row) -> int:
-    """Return the number of highlighted characters in a row."""
-    return sum(len(text) for text, text_style in row if text_style == "found")
-
-
-def scroll_sideways(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
-    """Return the rows without their first `left` cells; `more` marks hidden text."""
-    if left <= 0:
-        return list(rows)
-    first_cell = left + span_width(more)
-    return [[(more, "dim"), *crop_row(row, first_cell, width)] if (width := row_width(row)) else [] for row in rows]
+    return [*crop_row(row, 0, start), (more, text_style), *remaining_row]

@@ -455,7 +455,7 @@ async def test_runs_are_chosen_and_compared_on_the_screen(state: Path, tmp_path:
     async with open_screen(tmp_path) as on:
 
         def shows(text: str) -> bool:
-            return isinstance(on.app.screen, Dialog) and text in "\n".join(rows_text(on.app.screen.rows))
+            return isinstance(on.app.screen, Dialog) and text in "\n".join(rows_text(on.app.screen.box.rows))
 
         await on.press("C")
         await on.until(lambda: shows("before-"), "the list")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 from rich.color import Color, ColorSystem
 from rich.style import Style
@@ -43,9 +43,12 @@ def encode_changes(before: Sequence[Row], after: Sequence[Row], codes: Callable[
     for y, (old, new) in enumerate(zip(before, after, strict=True)):
         if old == new:
             continue
-        new_cells = _cells(new)
-        for start, end in _changed_runs(_cells(old), new_cells):
-            pieces.append(f"\x1b[{start - cursor_x}C" if y == cursor_y else f"\x1b[{y + 1};{start + 1}H")
+        pairs = enumerate(zip(old, new, strict=False))
+        shared = next((index for index, (old_span, new_span) in pairs if old_span != new_span), 0)
+        first_column, new_cells = row_width(new[:shared]), _cells(new[shared:])
+        for start, end in _changed_runs(_cells(old[shared:]), new_cells):
+            x = first_column + start
+            pieces.append(f"\x1b[{x - cursor_x}C" if y == cursor_y else f"\x1b[{y + 1};{x + 1}H")
             changed = merge_spans(new_cells[start:end])
             for text, style in changed:
                 wanted = codes(style)
@@ -53,7 +56,7 @@ def encode_changes(before: Sequence[Row], after: Sequence[Row], codes: Callable[
                     pieces.append(_switch_style(current, wanted))
                     current = wanted
                 pieces.append(text)
-            cursor_x, cursor_y = start + row_width(changed), y
+            cursor_x, cursor_y = x + row_width(changed), y
     return "".join([*pieces, "\x1b[0m"]) if pieces else ""
 
 
@@ -63,15 +66,21 @@ def _switch_style(before: StyleCodes, after: StyleCodes) -> str:
 
 
 def _cells(row: Row) -> Row:
-    """Return a cell for each column: a character with its marks; the right half of a wide one is empty."""
+    """Return a cell for each column: a character with its marks; the right half of a wide one is empty.
+
+    No span begins with a mark.
+    """
     cells: Row = []
     for text, style in row:
-        for char in text:
-            width = char_width(char)
+        widths = list(map(char_width, text))
+        if widths.count(1) == len(widths):
+            cells += zip(text, repeat(style))
+            continue
+        for char, width in zip(text, widths, strict=True):
             if width:
                 cells.append((char, style))
                 cells += [("", style)] * (width - 1)
-            elif cells:
+            else:
                 last = -1 if cells[-1][0] else -2
                 cells[last] = (cells[last][0] + char, cells[last][1])
     return cells

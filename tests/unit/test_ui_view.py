@@ -17,7 +17,7 @@ from support.screen_states import STYLE
 
 CONSOLE = Console(force_terminal=True, color_system="truecolor")
 STYLES = ["", "dim", "bold", "phase.data", "phase.apply/gather", "chip.scatter", "sgr:color(1)::bu", "sgr:::r"]
-WORDS = ["abc", "漢字", " ", "━━━", "▁▂▃", "é", "12 340", "─", "x", "\u0301", "\u0301x"]
+WORDS = ["abc", "漢字", " ", "━━━", "▁▂▃", "é", "12 340", "─", "x", "e\u0301x"]
 
 
 def codes(style: str) -> StyleCodes:
@@ -89,3 +89,4 @@ def test_a_wide_character_is_not_cut_in_two_and_keeps_its_mark() -> None:
     assert written([("e\u0301x", "")], [("e\u0300x", "")]) == "\x1b[1;1He\u0300"
     assert written([("ex", "")], [("e\u0301x", "")]) == "\x1b[1;1He\u0301"
     assert written([("漢  ", "")], [("  漢", "")]) == "\x1b[1;1H  漢"
+    assert written([("漢\u0301x", "")], [("漢\u0301y", "")]) == "\x1b[1;3Hy"

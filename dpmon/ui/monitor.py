@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -30,8 +31,8 @@ from dpmon.ui.dialogs import CommandPalette, Dialog, LineInput, TextPages, key_n
 from dpmon.ui.footer import key_at
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.live_run import FROZEN_RANKS, LiveRun, OpenStore
-from dpmon.ui.panel_drawer import PanelDrawer
 from dpmon.ui.panel_layout import Slot
+from dpmon.ui.panel_view import PanelView
 from dpmon.ui.panels.panel_replicas import list_choices
 from dpmon.ui.run_stopper import RunStopper
 from dpmon.ui.scenes import choose_scene
@@ -41,11 +42,11 @@ from dpmon.ui.screen_painter import (
     has_room_for_rank_history,
     max_scroll,
     max_visible_ranks,
-    paint_panels,
+    paint_screen,
     panel_slots,
 )
 from dpmon.ui.step_list import StepList
-from dpmon.ui.styled_rows import Row, plain_text
+from dpmon.ui.styled_rows import Row, crop_row, plain_text
 from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import shift_by_parts
@@ -99,7 +100,9 @@ class Monitor(App[str]):
         self._message_timer: Timer | None = None
         """The timer that removes the last message."""
         self._has_handled_end = False
-        self._drawer = PanelDrawer(self, style)
+        self._panel_view = PanelView(style)
+        self.slots: dict[str, Slot] = {}
+        """The places of the panels that are on the screen."""
         self._stopper = RunStopper(self)
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -117,8 +120,8 @@ class Monitor(App[str]):
         super().exit(result, return_code, message)  # type: ignore[arg-type]
 
     def compose(self) -> ComposeResult:
-        """Yield one widget per panel; the first frame sets their sizes."""
-        yield from self._drawer.widgets.values()
+        """Yield the widget of all panels."""
+        yield self._panel_view
 
     def on_mount(self) -> None:
         """Draw before reading anything, then begin to read."""
@@ -221,7 +224,7 @@ class Monitor(App[str]):
         self.style = style
         self.ansi_color = not style.has_color
         self.screen.styles.background = style.background
-        self._drawer.set_style(style)
+        self._panel_view.set_style(style)
         self.draw()
 
     def _repaint(self) -> None:
@@ -260,8 +263,9 @@ class Monitor(App[str]):
         self._move_hidden_focus(data, slots)
         if data.view.focus != self.view.focus:
             data = self.data_to_draw()
-        painted = paint_panels(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
-        self._drawer.draw(slots, painted, None if self._is_dialog_open else self.terminal)
+        self.slots = slots
+        rows = paint_screen(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
+        self._panel_view.show_rows(rows, None if self._is_dialog_open else self.terminal)
 
     def _move_hidden_focus(self, data: ScreenData, slots: Mapping[str, Slot]) -> None:
         """Move the focus to the most important panel while the panel in focus is not on the screen."""
@@ -276,18 +280,14 @@ class Monitor(App[str]):
         self._moved_focus = ("", "") if focus == wanted_panel else (wanted_panel, focus)
         self.view = replace(self.view, focus=focus)
 
-    @property
-    def slots(self) -> dict[str, Slot]:
-        """The places of the panels that are on the screen."""
-        return self._drawer.slots
-
     def painted_rows(self) -> list[Row]:
         """Return the rows on the screen, without dialogs."""
-        return self._drawer.rows()
+        return self._panel_view.rows
 
     def panel_rows(self, name: str) -> list[Row]:
         """Return the rows of one panel."""
-        return self._drawer.widgets[name].rows
+        x, y, width, height = self.slots[name]
+        return [crop_row(row, x, x + width) for row in self.painted_rows()[y : y + height]]
 
     def text(self) -> list[str]:
         """Return the screen as text rows (for tests)."""
@@ -743,12 +743,9 @@ class Monitor(App[str]):
 
     def action_save_screenshot(self) -> None:
         """Save a screenshot (SVG)."""
-        from dpmon.ui.svg_export import render_svg
-
-        rows = self.painted_rows()
-        if isinstance(self.screen, Dialog):
-            rows[self.screen.screen_row : self.screen.screen_row + len(self.screen.rows)] = self.screen.rows
-        text = render_svg(rows, self.style, f"dpmon {self.data_to_draw().title}")
+        text = self.export_screenshot(title=f"dpmon {self.data_to_draw().title}", simplify=True)
+        # Textual's picture would load its font from the network.
+        text = re.sub(r"@font-face {.*?}", "", text, flags=re.DOTALL).replace("Fira Code", "DejaVu Sans Mono, Menlo")
         directory, name = self.live_run.directory, self.live_run.file_name()
         self._run_in_thread(
             lambda: f"screenshot: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message

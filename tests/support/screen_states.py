@@ -15,9 +15,10 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.store.loss_table import LossBin
+from dpmon.ui import screen_painter
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ModeRequest, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
+from dpmon.ui.screen_painter import panel_slots
 from dpmon.ui.styled_rows import Row as StyledRow
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import ASCII, COLOR, MONO, UNICODE, TerminalStyle
@@ -43,8 +44,7 @@ def paint_screen(
     screen: ScreenData, output: OutputView, width: int, height: int, style: TerminalStyle
 ) -> list[StyledRow]:
     """Return all rows of the screen."""
-    slots = panel_slots(screen, width, height)
-    return join_panels(slots, paint_panels(screen, output, slots, style))
+    return screen_painter.paint_screen(screen, output, panel_slots(screen, width, height), style)
 
 
 RUN_INFO = RunInfo(

@@ -25,7 +25,7 @@ from dpmon.record.record_types import Event
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import LookBack, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import paint_panels, panel_slots
+from dpmon.ui.screen_painter import paint_panel, panel_slots
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
 from support.history_builders import snapshot_of_rows
@@ -346,11 +346,11 @@ def picture(name: str) -> str:
     facts = make()
     panels = (*PANELS, "status") if name.startswith((*SCENES, "stall", "progress", "nodes")) else PANELS
     slots = {panel: slot for panel, slot in panel_slots(facts, width, height).items() if panel in panels}
-    painted = paint_panels(facts, OutputView(), slots, look)
     legend: dict[str, str] = {}
     lines: list[str] = []
-    for panel in slots:
-        lines += ["", f"{panel} {slots[panel].width}x{slots[panel].height}", *drawn(painted[panel], look, legend)]
+    for panel, slot in slots.items():
+        rows = paint_panel(panel, facts, OutputView(), slot, look)
+        lines += ["", f"{panel} {slot.width}x{slot.height}", *drawn(rows, look, legend)]
     styles = [f"{mark} {style or 'plain'}" for style, mark in legend.items()]
     return "\n".join([name, *lines, "", *styles, ""])
 

@@ -15,22 +15,16 @@ from dpmon.model.findings.finding import Finding
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, TextPages
 from dpmon.ui.monitor import Monitor
+from dpmon.ui.panel_view import PanelView
 from dpmon.ui.screen_data import View
 from support.record_builders import SECOND, Training
-from support.screen_harness import ScreenHarness, open_screen, wait_until
+from support.screen_harness import ScreenHarness, is_laid_out, open_screen, wait_until
 from support.screen_states import STYLE, exit_info_of
 
 
 def last_step(on: ScreenHarness) -> int | None:
     process = on.app.live_run.state.representative
     return None if process is None or process.last_step is None else process.last_step.step
-
-
-def placed(on: ScreenHarness) -> bool:
-    return all(
-        tuple(on.app.query_one(f"#{name}").region) == (slot.x, slot.y, slot.width, slot.height)
-        for name, slot in on.app.slots.items()
-    )
 
 
 async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
@@ -40,7 +34,7 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
             await on.pilot.resize_terminal(width, height)
             await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
             await on.until(lambda w=width: {len(row) for row in on.app.text()} == {w}, f"{width} columns")
-            await on.until(lambda: placed(on), "each panel in its place")
+            await on.until(lambda: is_laid_out(on.app), "each panel in its place")
             if width >= 80:
                 for word in ("linear.py", "dp ×2", "2 Replicas", "3 Batch", "5 Output", "[15, 5]", "? help", "q leave"):
                     await on.shows(word)
@@ -272,13 +266,13 @@ async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
     async with open_screen(tmp_path, (80, 24)) as on:
         await on.shows("○ idle")
         for panel in ("batch", "batch", "output", "devices"):  # devices is folded
-            await on.pilot.double_click(f"#{panel}", offset=(5, 0))
+            await on.click(panel, 5, times=2)
             assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)
             await on.until(lambda p=panel: set(on.app.slots) == {"status", p, "footer"}, "the panel alone")
             # In the middle, where other panels are afterwards.
             await on.pilot.double_click(offset=(40, 12))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, None)
-        await on.pilot.click("#replicas", times=3)
+        await on.click("replicas", times=3)
         assert (on.app.view.focus, on.app.view.zoom) == ("replicas", "replicas")
 
 
@@ -287,9 +281,9 @@ async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None
     async with open_screen(tmp_path) as on:
         await on.shows("following")
         await on.shows("line 99")
-        await on.pilot.click("#batch")
+        await on.click("batch")
         assert on.app.view.focus == "batch"
-        slot, panel = on.app.slots["output"], on.app.query_one("#output")
+        slot, panel = on.app.slots["output"], on.app.query_one(PanelView)
         panel.post_message(MouseScrollUp(panel, 1, 1, 0, 0, 0, False, False, False, slot.x + 1, slot.y + 1))
         await on.until(lambda: on.app.live_run.output.top is not None, "scrolling")
         await on.press("5", "end", "pageup")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,18 +12,17 @@ from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_count
 from dpmon.ui.screen_data import NAMES, ScreenData
 from dpmon.ui.styled_rows import Row, crop_row, plain_text, row_width
-from dpmon.ui.terminal_emulator import MAX_CHANGING_ROWS, TerminalPage
+from dpmon.ui.terminal_emulator import TerminalPage
 from dpmon.ui.terminal_style import TerminalStyle
 
 MAX_ROWS = 5000
-_MAX_CHARS = 4_000_000
-"""Most rows to store, and most characters in them."""
+"""Most rows to store; a few hundred more are dropped at once."""
 _TAIL_BYTES = 1 << 18
 """Number of bytes to read from the end of an existing log."""
 _MAX_UNREAD_BYTES = 1 << 19
 """If more bytes than this are unread, skip to near the end: no one has seen the skipped rows."""
 _CHUNK_BYTES = 1 << 16
-_FREEZE_ROWS = MAX_CHANGING_ROWS + 400
+_DROPPED_ROWS = 400
 
 
 class LogTail:
@@ -40,8 +38,6 @@ class LogTail:
     def _restart_at(self, offset: int, first_serial: int) -> None:
         self._offset = offset
         self._page = TerminalPage()
-        self._frozen_rows: deque[Row] = deque()
-        self._characters = 0
         self.first = first_serial
         """Serial number of the first stored row."""
         self.whole = not offset
@@ -70,7 +66,7 @@ class LogTail:
                 break
             self._page.feed(data)
             self._offset += len(data)
-            self._freeze_old_rows()
+            self._drop_old_rows()
 
     def _read(self, start: int, count: int) -> bytes:
         try:
@@ -78,39 +74,25 @@ class LogTail:
         except OSError:
             return b""
 
-    def _freeze_old_rows(self) -> None:
-        """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""
+    def _drop_old_rows(self) -> None:
         page = self._page
-        if len(page.lines) > _FREEZE_ROWS:
-            count = min(len(page.lines) - MAX_CHANGING_ROWS, page.cursor_row)
-            frozen_rows = [line.row() for line in page.lines[:count]]
-            self._frozen_rows += frozen_rows
-            self._characters += sum(map(_char_count, frozen_rows))
+        if len(page.lines) > MAX_ROWS + _DROPPED_ROWS:
+            count = len(page.lines) - MAX_ROWS - 1  # the last line is often empty
             del page.lines[:count]
             page.cursor_row -= count
-        while self._frozen_rows and (len(self._frozen_rows) > MAX_ROWS or self._characters > _MAX_CHARS):
-            self._characters -= _char_count(self._frozen_rows.popleft())
-            self.first += 1
+            self.first += count
             self.whole = False
 
     @property
     def end(self) -> int:
         """Serial number after the last row; an empty last row does not count."""
         lines = self._page.lines
-        return self.first + len(self._frozen_rows) + len(lines) - (not lines[-1])
+        return self.first + len(lines) - (not lines[-1])
 
     def rows(self, start: int, count: int) -> list[Row]:
         """Return up to `count` of the stored rows, from serial number `start`."""
-        frozen_rows, first_serial = self._frozen_rows, self.first
-        serials = range(max(start, first_serial), min(start + count, self.end))
-        page_start = first_serial + len(frozen_rows)
-        return [
-            frozen_rows[n - first_serial] if n < page_start else self._page.lines[n - page_start].row() for n in serials
-        ]
-
-
-def _char_count(row: Row) -> int:
-    return sum(len(text) for text, _ in row)
+        serials = range(max(start, self.first), min(start + count, self.end))
+        return [self._page.lines[serial - self.first].row() for serial in serials]
 
 
 @dataclass
@@ -120,7 +102,7 @@ class OutputView:
     tails: list[LogTail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
-    found_serial: int | None = None
+    hit: int | None = None
     """Serial number of the row with the last match."""
 
     @property
@@ -138,7 +120,7 @@ class OutputView:
     def next_file(self) -> None:
         """Show the other file, if there is one."""
         if len(self.tails) > 1:
-            self.which, self.top, self.found_serial = (self.which + 1) % len(self.tails), None, None
+            self.which, self.top, self.hit = (self.which + 1) % len(self.tails), None, None
 
     def scroll(self, by: int, height: int) -> None:
         """Scroll by `by` rows (up is negative); follow the file again at its end."""
@@ -162,18 +144,19 @@ class OutputView:
         if tail is None:
             return "there is no output"
         top = self._top_serial(tail, height)
-        start = top + height if older else top - 1
-        if self.found_serial is not None and top <= self.found_serial < top + height:
-            start = self.found_serial
+        if self.hit is not None and top <= self.hit < top + height:
+            start = self.hit
+        else:
+            start = top + height if older else top - 1
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
         for serial in serials:
             (row,) = tail.rows(serial, 1)
-            if has_match(plain_text(row), search_text):
+            if matches_search(plain_text(row), search_text):
                 break
         else:
             scope_text = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
             return f"no {'older' if older else 'newer'} line with {search_text!r}{scope_text}"
-        self.found_serial = serial
+        self.hit = serial
         self._scroll_to(tail, top if top <= serial < top + height else serial - height // 2, height)
         return line_position(tail, serial)
 
@@ -184,10 +167,11 @@ def line_position(tail: LogTail, serial: int) -> str:
     return f"line {format_count(serial - tail.first + 1)} of {total}"
 
 
-def has_match(line: str, search_text: str) -> bool:
-    """Return whether a line contains `search_text`; case matters only if that has capitals."""
-    has_capitals = any(char.isupper() for char in search_text)
-    return search_text in (line if has_capitals else line.lower())
+def matches_search(text: str, search_text: str) -> bool:
+    """Return whether a visible line has the text; case matters only if `search_text` has capitals."""
+    if search_text == search_text.lower():
+        text = text.lower()
+    return search_text in text
 
 
 def panel_title(output: OutputView, screen: ScreenData, width: int, style: TerminalStyle) -> tuple[Row, Row]:
@@ -209,7 +193,7 @@ def panel_title(output: OutputView, screen: ScreenData, width: int, style: Termi
 _TRACEBACK_LINE = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
-def shorten_traceback_path(row: Row, width: int, more: str = "…") -> Row:
+def shorten_traceback_path(row: Row, width: int, more: str) -> Row:
     """Return the row; a traceback line of more than `width` cells loses a part of the file's directory."""
     text = plain_text(row)
     excess_cells = row_width(row) - width

@@ -64,8 +64,9 @@ commands](#json-of-commands). `python docs/records.py > docs/records.md` makes t
 ## Records
 
 In JSON lines, each record is an object with a member `kind`. In CSV, each kind is a table with a column for each field;
-an empty cell means unknown or, for a phase, not run, and a list or an object is JSON in one cell. A name that begins
-with `dpmon_` is the field's Prometheus gauge. These fields are the same in all records:
+an empty cell means unknown or, for a phase, not run, and a list or an object is JSON in one cell. A field is a number,
+or a boolean ("whether ..."), if nothing else is said. A name that begins with `dpmon_` is its Prometheus metric. These
+fields are the same in all records:
 """
 _PHASES = """\
 ### Phases of a step
@@ -75,7 +76,10 @@ The metrics are `dpmon_step_phase_seconds_total` and `dpmon_call_phase_seconds_t
 """
 _QUANTITIES = """\
 ### Quantities of a step
+
+These are members of `step`, too.
 """
+_QUANTITY_NAMES = {quantity.name for quantity in QUANTITIES}
 
 
 def _common_fields() -> dict[str, FieldSpec]:
@@ -86,16 +90,20 @@ def _common_fields() -> dict[str, FieldSpec]:
 
 def _record(kind: RecordSpec, common: Mapping[str, FieldSpec]) -> str:
     shared = [field.name for field in kind.fields if common.get(field.name) == field]
-    own = [_field(field) for field in kind.fields if common.get(field.name) != field]
+    own = [
+        _field(field)
+        for field in kind.fields
+        if common.get(field.name) != field and not (kind.name == "step" and field.name in _QUANTITY_NAMES)
+    ]
     entries = [item(shared), *own] if shared else own
     return f"### {kind.name}\n\n{fill(kind.meaning[0].upper() + kind.meaning[1:], WIDTH)}.\n\n" + _lines(entries)
 
 
 def _field(field: FieldSpec) -> str:
-    notes = [f"`dpmon_{field.metric}`"] if field.metric else []
-    if field.columns is not None:
-        notes.append("in CSV a column for each time" if field.columns else "not in CSV")
-    return item((field.name,), "; ".join((f"{field.type}; {field.meaning}", *notes)))
+    type_name = [] if field.type in ("integer", "number", "boolean") else [field.type]
+    notes = ["in CSV a column for each time"] if field.columns else []
+    metric = [f"`dpmon_{field.metric}`"] if field.metric else []
+    return item((field.name,), "; ".join((*type_name, field.meaning, *notes, *metric)))
 
 
 def _phases() -> str:

@@ -1,4 +1,4 @@
-"""Makes the pictures of the documentation, each from a real run on this machine, in about five minutes.
+"""Makes the pictures of the documentation, each from a real run on this machine, in about six minutes.
 
     python docs/pictures.py                 all of docs/pictures/*.svg
     python docs/pictures.py main-job        one of them
@@ -78,6 +78,24 @@ class Stage:
             self.take([], [(f"  {key}", _WHITE), (f"  {what}", _GRAY)])
 
 
+def add_labels(rows: Sequence[Row], labels: Sequence[str]) -> list[Row]:
+    """Return the rows with a margin on both sides; the row of each label has its number on the label's side."""
+    width = max(sum(span_width(text) for text, _ in row) for row in rows)
+    lines = ["".join(text for text, _ in row) for row in rows]
+    margins = {False: [""] * len(rows), True: [""] * len(rows)}
+    for number, label in enumerate(labels, start=1):
+        y = next((index for index, line in enumerate(lines) if label in line), None)
+        if y is None:
+            raise SystemExit(f"{label} is not on the screen:\n" + "\n".join(lines))
+        is_right = span_width(lines[y].partition(label)[0]) >= width // 2 - 1
+        margins[is_right][y] = str(number)
+    labeled = []
+    for row, line, left, right in zip(rows, lines, margins[False], margins[True], strict=True):
+        padding = (" " * (width - span_width(line)), "")
+        labeled.append([(f"{left:>2}", "key"), (" ", ""), *row, padding, (" ", ""), (f"{right:<2}", "key")])
+    return labeled
+
+
 Act = Callable[[Stage], Awaitable[None]]
 
 
@@ -91,6 +109,8 @@ class Picture(NamedTuple):
     size: tuple[int, int] = SIZE
     script: str = ""
     """A script that is no example, as train.py in the command's working directory."""
+    labels: tuple[str, ...] = ()
+    """Texts on the screen that get the numbers 1, 2 ... in the margin, as docs/screen.md lists them."""
 
 
 def _trains(facts: ScreenData) -> bool:
@@ -150,11 +170,9 @@ async def _toggle(stage: Stage) -> None:
 
 
 async def _slow_rank(stage: Stage) -> None:
-    """Wait until the slow rank is named, then record the collectives of one step."""
+    """Wait until the slow rank is named."""
     await stage.until(_has_straggler)
     await asyncio.sleep(20)
-    await stage.pilot.press("c")
-    await asyncio.sleep(stage.app.message_s + 2)  # until the answer to the key has gone
     await stage.until(_has_straggler)
     stage.take()
 
@@ -229,6 +247,16 @@ PICTURES = (
     Picture("toggle", "dpmon examples/linear.py", ("examples/linear.py",), _toggle, FILM_SIZE),
     Picture("main-job", "dpmon examples/linear.py", ("examples/linear.py",), _both_modes),
     Picture(
+        "screen",
+        "dpmon examples/linear.py",
+        ("examples/linear.py",),
+        _both_modes,
+        labels=(
+            *("linear.py", "steps/s · step", "1 Devices", "2 Replicas", "3 Batch", "now 0", "last step"),
+            *("4 dp vs. single", "5 Output", "6 Progress", "q leave"),
+        ),
+    ),
+    Picture(
         "ranks",
         "dpmon torchrun --nproc-per-node 2 examples/ddp.py --slow-rank 1",
         (
@@ -253,7 +281,8 @@ async def _take(picture: Picture, directory: Path) -> str:
         stage = Stage(app, pilot)
         await picture.act(stage)
     app.live_run.close()
-    return film(stage.frames, app.style, picture.title)
+    frames = [add_labels(frame, picture.labels) for frame in stage.frames] if picture.labels else stage.frames
+    return film(frames, app.style, picture.title)
 
 
 def film(frames: Sequence[Sequence[Row]], look: TerminalStyle, title: str) -> str:

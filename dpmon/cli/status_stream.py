@@ -1,6 +1,6 @@
 """The state of a run without a screen, in lines: progress, and with `--json` one object per second for a pipeline.
 
-docs/json.md describes every field of the objects. They go to standard error, because standard output belongs to the
+docs/records.md describes every field of the objects. They go to standard error, because standard output belongs to the
 script. `--json=FILE` writes them to a file, a named pipe or a descriptor (`--json=/dev/fd/3`) instead, and leaves
 standard error unchanged. A pipe without a reader does not block the run: lines are skipped, and `skipped` in the next
 line counts them.

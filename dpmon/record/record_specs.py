@@ -82,12 +82,11 @@ _WALL_MS = _ms("wall_ms", "its duration")
 _MODE = _text("mode", "dp (over several devices) or single (one device, as on every rank); null if unknown")
 _ABSENT = _object("absent", "why a field is null or missing, by the field's name")
 _DEVICES = _list("devices", "the devices available to it, by torch's names")
-_SIZE = (
-    "path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a DTensor, which is divided among "
-    "ranks, also has global_shape"
+_INPUTS = _list(
+    "inputs",
+    "each tensor in the arguments: path, shape, dtype, bytes (on this rank); of a DTensor also global_shape",
 )
-_INPUTS = _list("inputs", f"each tensor among the arguments: {_SIZE}")
-_OUTPUTS = _list("outputs", f"each tensor of the result: {_SIZE}")
+_OUTPUTS = _list("outputs", "each tensor of the result, as in inputs")
 _IN_PROCESS = (_PROCESS, _RANK, _T_S)
 _CALL_FIELDS = (
     _PROCESS,
@@ -110,19 +109,19 @@ _CALL_FIELDS = (
     _DEVICES,
     _object_of_ms(
         "phases",
-        "for each phase that ran, host_ms and device_ms; device_ms is null if the device time is unknown",
+        "for each phase that ran, host_ms and device_ms (null if unknown)",
         columns=_CALL_TIMES,
     ),
     _INPUTS,
     _OUTPUTS,
     _list(
         "replicas",
-        "one object for the share of each device: replica, device, host_ms, device_ms, inputs, outputs",
+        "the share of each device: replica, device, host_ms, device_ms, inputs, outputs",
     ),
     _list(
         "stages",
-        "one object for each stage of a model on several devices: stage, device, parts, start_ms, host_ms, device_ms, "
-        "from, crossed_bytes, inputs, outputs; missing for other models",
+        "each stage of a model on several devices: stage, device, parts, start_ms, host_ms, device_ms, from, "
+        "crossed_bytes, inputs, outputs; missing for other models",
     ),
     _ABSENT,
 )
@@ -132,8 +131,8 @@ _STEP_FIELDS = (
     _integer("step", "the number of the step among those of its kind in the process, from 1"),
     _text(
         "step_kind",
-        "training (a backward pass or an optimizer step ran in it), evaluation (neither, and all its calls were in eval"
-        " mode or without gradients), or forward_only (neither, in training mode)",
+        "training (with a backward pass or an optimizer step), evaluation (neither, and all its calls in eval mode or "
+        "without gradients) or forward_only (neither, in training mode)",
     ),
     _MODE,
     _START_S,
@@ -144,38 +143,33 @@ _STEP_FIELDS = (
     ),
     _object_of_ms(
         "device_ms",
-        "the time of each phase on the slowest device (for data: on the device that waits least); missing if the step "
-        "used no GPU",
+        "the time of each phase on the slowest device (for data: on the device that waits least); missing without GPUs",
         columns=_DEVICE_TIMES,
     ),
     _list_of_ms(
         "spans",
-        f"the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested spans: a "
-        "backward includes its sync; an optimizer excludes its closure). Each span is a phase on the training thread. "
-        "They are in order of start, outer spans before nested ones",
+        f"the first {MAX_SPANS} phases on the training thread: phase, start_ms (after the step's start), ms (with "
+        "nested ones, but an optimizer without its closure); in order of start, outer ones first",
     ),
-    _integer("missing_spans", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
+    _integer("missing_spans", "number of further spans; missing if there are none"),
     _list_of_ms(
         "buckets_ms",
-        "time from the step's start until each bucket of gradients was ready, in order of time; missing if unknown",
+        "time from the step's start until each bucket of gradients was ready; missing if unknown",
     ),
     _integer(
         "sync_number",
-        "the number of the step's last synchronized backward pass, which is the same on all ranks; missing if there is "
-        "none",
+        "the number of the step's last synchronized backward pass, the same on all ranks; missing if there is none",
     ),
     _ms(
         "exposed_ms",
-        "communication of the step's synchronized passes that no computation hid: the shortest `sync` of all ranks; "
-        "missing if there are no such passes",
+        "communication that no computation hid: the shortest `sync` of all ranks; missing without synchronized passes",
     ),
     _ms("wait_ms", "the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)"),
     _integer(
         "loop",
-        "the number of the loop over a DataLoader that its batches came from (`loop` of a `loader` record); missing if "
-        "they came from none",
+        "the loop over a DataLoader that its batches came from (`loop` of a `loader` record); missing if there is none",
     ),
-    _integer("batch", "number of batches of this loop that were used up to the step's end; missing if unknown"),
+    _integer("batch", "batches of this loop that were used up to the step's end; missing if unknown"),
     _ABSENT,
 )
 _COLLECTIVE_FIELDS = (
@@ -186,8 +180,8 @@ _COLLECTIVE_FIELDS = (
     _text("phase", "activity of the thread that launched it: data, forward, backward, optimizer, other"),
     _bytes(
         "bytes",
-        "size of the tensor as counted by nccl-tests: for an all_gather the whole result, for a reduce_scatter its "
-        "input, for a gather or scatter the parts of all ranks",
+        "size as counted by nccl-tests: of an all_gather the whole result, of a reduce_scatter its input, of a gather "
+        "or scatter the parts of all ranks",
     ),
     _text("dtype", "the dtype of its first tensor"),
     _text("group", "torch's name of the process group"),
@@ -396,10 +390,9 @@ _PROCESS_FIELDS = (
     _integer("world", "number of ranks; null if the process is not a rank"),
     _object(
         "job",
-        "what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if the environment "
-        "does not tell",
+        "what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if unknown",
     ),
-    _integer("node", "the index of this node in the job; null if the environment does not tell"),
+    _integer("node", "the index of this node in the job; null if unknown"),
     _integer("pid", "the process id"),
     _list("argv", "sys.argv of the process; secrets are hidden"),
     _text("python", "the version of Python"),
@@ -423,12 +416,11 @@ _DROPPED_FIELDS = (
 )
 _EXIT_FIELDS = (
     _integer("status", "the exit status of the command; null if unknown"),
-    _text("signal", "the name of the signal that ended the command, such as SIGTERM; null if none did"),
+    _text("signal", "the name of the signal that ended the command; null if none did"),
     _T_S,
     _text(
         "by",
-        "the part of dpmon that learned how the command ended: supervisor or foreground (the `dpmon` that started the "
-        "run)",
+        "who learned how the command ended: supervisor or foreground (the `dpmon` that started the run)",
     ),
     _text("cause", "the cause of the end; missing if unknown"),
     _object("absent", "why the status is null; missing if the status is known"),
@@ -442,9 +434,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("sampled", "a period, usually one step, in which every collective was recorded", _SAMPLED_FIELDS),
         RecordSpec(
             "loss",
-            "the value from which a backward pass started, added up over the passes of an update, of those inside"
-            " optimizer.step only the first; for each line that calls backward, at most once per second, and the "
-            "last one",
+            "the loss of an update, for each line that calls backward: at most once per second, and the last one",
             _LOSS_FIELDS,
         ),
         RecordSpec("device", "one GPU, once per second, as reported by NVML", _DEVICE_FIELDS),

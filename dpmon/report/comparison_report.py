@@ -146,7 +146,7 @@ def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:
 
 
 def comparison_as_json(comparison: RunComparison, judgments: Sequence[Judgment] = ()) -> dict[str, object]:
-    """Return the comparison as a JSON object; docs/json.md describes its members."""
+    """Return the comparison as a JSON object; docs/records.md describes its members."""
     step, most_changed = comparison.compared.get(STEP), None
     if comparison.reason is not None:
         a, b = (ms(comparison.reason.typical_value(side)) for side in (0, 1))

@@ -1,4 +1,4 @@
-"""A report as one JSON object, for programs. docs/json.md describes every member."""
+"""A report as one JSON object, for programs. docs/records.md describes every member."""
 
 from __future__ import annotations
 

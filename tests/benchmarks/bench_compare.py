@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_compare.py
 
 Steps have a duration with noise of 5%, which depends on the step before (an AR(1) process), and one in fifty is much
-longer. The mean steps of equal runs differ by a normal distribution. docs/compare.md has the tables.
+longer. The mean steps of equal runs differ by a normal distribution.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tests/gpu/check.py [--rehearse] [--quick] [-k EXPRESSION]
 
-Runs the tests marked `gpu` and the tracer's benchmark, and prints a table for docs/gpus.md: each measured figure beside
+Runs the tests marked `gpu` and the tracer's benchmark, and prints a table: each measured figure beside
 its reference, with the GPU's name, the driver and the versions. `--rehearse` runs without a GPU, on the CPU, and skips
 tests that need a GPU; `--quick` leaves out the benchmark; `-k` selects tests. If OUT names a directory, the output and
 the table (as JSON lines) are also written there. Exits with 1 if anything failed.

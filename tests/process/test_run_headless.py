@@ -24,7 +24,7 @@ from support.baseline_comparison import SideBySide, closest_baseline
 from support.ring_writers import TESTS
 from support.run_harness import Dpmon, wait_for
 
-# Variables that dpmon adds to the environment of the command (see docs/faq.md).
+# Variables that dpmon adds to the environment of the command (see docs/what-to-do.md).
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 
 SEEN = """\

@@ -250,15 +250,15 @@ def _check_nesting(slices: list[dict[str, Any]]) -> None:
 
 # ------------------------------------------------------------------------------------------------ documented JSON
 
-_JSON_PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+_JSON_PAGE = DOCS / "records.md"
 
 
 def documented_json_paths(section: str) -> list[str]:
-    """The paths in the first column of a section's table; a path that begins with a dot is beside the one before it."""
-    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", _JSON_PAGE.read_text(), re.M | re.S)
+    """The paths at the start of a section's lines; a path that begins with a dot is beside the one before it."""
+    (text,) = re.findall(rf"^### {re.escape(section)}$(.*?)(?=^### |\Z)", _JSON_PAGE.read_text(), re.M | re.S)
     found: list[Any] = []
-    for row in re.findall(r"^\| (`.*?) \|", text, re.M):
-        for path in re.findall(r"`([^`]+)`", row):
+    for line in re.findall(r"^- (`[^:\n]*(?:\n  [^:\n]*)*)", text, re.M):
+        for path in re.findall(r"`([^`]+)`", line):
             found.append(found[-1].rpartition(".")[0] + path if path.startswith(".") else path)
     return found
 

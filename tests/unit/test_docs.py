@@ -13,10 +13,9 @@ import pytest
 from dpmon.cli import options
 from dpmon.config import SETTINGS, THEMES
 from dpmon.ui.keys import ACTIONS, COMMANDS, PLAYBACK_COMMANDS
-from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, is_wide, place_panels
-from dpmon.ui.scenes import ARRANGEMENTS, DP
+from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH
 from dpmon.ui.screen_data import NAMES as PANEL_NAMES
-from dpmon.ui.screen_data import PANELS, RANK_NAMES
+from dpmon.ui.screen_data import RANK_NAMES
 from support.format_readers import DOCS, README, ROOT, anchors, apply_patch, code, links, pages, patches, prose, tables
 
 SCREEN = DOCS / "screen.md"
@@ -169,25 +168,17 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_the_page_names_the_panels_and_when_they_have_room() -> None:
+def test_the_page_names_the_panels_and_the_smallest_screen() -> None:
     screen = text_of("docs/screen.md")
     assert all(panel in screen for panel in (*PANEL_NAMES.values(), *RANK_NAMES.values()))
-    rows = re.findall(
-        r"^\| (\d+)(?: to (\d+)| or more) \| (\d+)(?: to (\d+)| or more) \| (.*) \|$", screen, re.MULTILINE
-    )
-    assert len(rows) == 9
-    panels = [panel for panel in PANELS if panel != "progress"]
-    for low, high, least, most, says in rows:
-        for width in (int(low), int(high or 300)):
-            assert is_wide(width) == ("columns" in says)
-            for height in (int(least), int(most or 100)):
-                slots = place_panels(width, height, ARRANGEMENTS[DP].only(panels), {})
-                opened = {panel for panel in PANELS if panel in slots and not slots[panel].is_folded}
-                folded = 1 if "only the title" in says else 0
-                assert len(opened) == (
-                    len(panels) - folded if says.startswith("all") else len(re.findall(r"\d", says.partition(";")[0]))
-                )
     assert f"Below {MIN_WIDTH} columns or {MIN_HEIGHT} rows" in screen
+
+
+def test_the_picture_has_a_number_for_each_entry_of_its_list() -> None:
+    picture = text_of("docs/pictures/screen.svg")
+    entries = re.findall(r"(?m)^(\d+)\. ", text_of("docs/screen.md"))
+    assert entries == [str(number) for number in range(1, len(entries) + 1)]
+    assert [number for number in entries if f">{number}</text>" not in picture] == []
 
 
 # ------------------------------------------------------------------------------------------------ README, first steps
@@ -220,7 +211,7 @@ def test_getting_started_has_every_option_and_setting() -> None:
     assert [name for name in SETTINGS if f"`DPMON_{name.upper()}`" not in page] == []
 
 
-@pytest.mark.parametrize("picture", ["main-job", "ranks", "stall", "toggle"])
+@pytest.mark.parametrize("picture", ["main-job", "ranks", "screen", "stall", "toggle"])
 def test_pictures_are_small_and_ask_for_nothing(picture: str) -> None:
     text = text_of(f"docs/pictures/{picture}.svg")
     assert len(text.encode()) < 500_000

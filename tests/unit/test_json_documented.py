@@ -1,4 +1,4 @@
-"""docs/json.md describes every field of `--json`, and no field that does not exist."""
+"""docs/records.md describes every field of `--json`, and no field that does not exist."""
 
 from __future__ import annotations
 

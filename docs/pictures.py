@@ -32,6 +32,7 @@ from rich.segment import Segment, Segments
 from textual.pilot import Pilot
 
 from dpmon.run.run_registry import find_run
+from dpmon.text.cells import span_width
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, row_width

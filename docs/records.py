@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from textwrap import fill
 
-from dpmon.cli.commands import ListedRun
 from dpmon.cli.doctor.local_checks import Check
+
+from dpmon.cli.commands import ListedRun
 from dpmon.model.findings.finding import Finding
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.record.record_specs import RECORDS, FieldSpec, RecordSpec

@@ -137,7 +137,7 @@ class SnapshotBuilder:
             )
         snapshot = self._with_details(store, snapshot, request, events, None if last is None else last.state)
         self._last = None
-        if has_many:
+        if has_many and store.until_s is None:
             self._last = _Last(key, 1 if last is None else last.pictures + 1, snapshot)
         return snapshot
 

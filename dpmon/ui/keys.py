@@ -63,14 +63,16 @@ def _pause_label(screen: ScreenData) -> str | None:
 
 
 def _freeze_label(screen: ScreenData) -> str | None:
-    if screen.view.is_frozen:
-        return "resume" if screen.past is None else None
-    return None if screen.is_over or screen.playing is not None else "freeze"
+    if screen.cursor.is_frozen:
+        return "resume"
+    if screen.cursor.is_looking_back:
+        return "play"
+    return None if _is_finished(screen) or screen.cursor.is_playback else "freeze"
 
 
 def _is_finished(screen: ScreenData) -> bool:
     """Return whether the run has ended, whatever time the screen shows."""
-    return screen.is_over or screen.playing is not None or (screen.past is not None and screen.past.now_ns is None)
+    return screen.is_over or screen.cursor.has_ended
 
 
 def _can_stop(screen: ScreenData) -> bool:
@@ -78,7 +80,7 @@ def _can_stop(screen: ScreenData) -> bool:
 
 
 def _why_label(screen: ScreenData) -> str | None:
-    return "why" if (_can_stop(screen) and screen.past is None) or screen.shown_stall is not None else None
+    return "why" if (_can_stop(screen) and not screen.shows_past) or screen.shown_stall is not None else None
 
 
 def _has_several_calls(screen: ScreenData) -> bool:
@@ -89,12 +91,12 @@ def _look_back_label(screen: ScreenData) -> str | None:
     """Return the word for `<` and `>`; none in a playback, whose time line has its own."""
     if screen.process is None or screen.process.last_step is None:
         return None
-    return "time" if screen.playing is None else ""
+    return "" if screen.cursor.is_playback else "time"
 
 
 def _escape_label(screen: ScreenData) -> str | None:
     """Return the word for `esc`."""
-    if screen.past is not None:
+    if screen.cursor.can_return:
         return "now"
     if screen.view.zoom:
         return "all panels"
@@ -134,15 +136,15 @@ def _zoom_label(screen: ScreenData) -> str | None:
 
 
 def _can_sample_collectives(screen: ScreenData) -> bool:
-    return len(screen.state.ranks) > 1 and not screen.is_over and screen.playing is None
+    return len(screen.state.ranks) > 1 and not screen.is_over and not screen.cursor.is_playback
 
 
 def _is_playback(screen: ScreenData) -> bool:
-    return screen.playing is not None
+    return screen.cursor.is_playback
 
 
 def _has_ranks(screen: ScreenData) -> bool:
-    return len(screen.state.ranks) > 1 and screen.playing is None
+    return len(screen.state.ranks) > 1 and not screen.cursor.is_playback
 
 
 def _end_key_label(screen: ScreenData) -> str | None:
@@ -218,7 +220,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
 
 
 def _playback_command(key: str, action: str, description: str, names: str = "") -> KeyCommand:
-    return KeyCommand(key, action, lambda screen: None if screen.playing is None else "", description, names)
+    return KeyCommand(key, action, lambda screen: "" if screen.cursor.is_playback else None, description, names)
 
 
 PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (

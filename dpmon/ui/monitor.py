@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from textual import events
 from textual.app import App, ComposeResult
@@ -21,6 +20,7 @@ from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.model.nodes import find_rank
+from dpmon.record.schema import SECOND
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_report import parse_report
@@ -28,9 +28,9 @@ from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_elapsed, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
 from dpmon.ui.dialogs import CommandPalette, Dialog, LineInput, TextPages, key_name
-from dpmon.ui.footer import key_at
+from dpmon.ui.footer import key_at, position_at
 from dpmon.ui.help_text import help_rows
-from dpmon.ui.live_run import FROZEN_RANKS, LiveRun, OpenStore
+from dpmon.ui.live_run import LiveRun, OpenStore
 from dpmon.ui.panel_layout import Slot
 from dpmon.ui.panel_view import PanelView
 from dpmon.ui.panels.panel_replicas import list_choices
@@ -50,6 +50,7 @@ from dpmon.ui.styled_rows import Row, crop_row, plain_text
 from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import shift_by_parts
+from dpmon.ui.time_cursor import TimeCursor
 from dpmon.ui.why_dialog import WhyDialog
 
 _REPAINT_S = 60.0
@@ -65,8 +66,6 @@ class Monitor(App[str]):
     Screen { overflow: hidden; }
     ModalScreen { background: transparent; }
     """
-    ACTIONS: ClassVar[Mapping[str, str]] = keys.ACTIONS
-    """The action of each key, by Textual's name of the key."""
     message_s = 15.0
     """Seconds that a message stays, also while the picture is frozen."""
 
@@ -78,15 +77,24 @@ class Monitor(App[str]):
         refresh: float = 1.0,
         open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
+        is_playback: bool = False,
     ) -> None:
-        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames."""
+        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames.
+
+        `is_playback`: the run has ended, and is played back.
+        """
         super().__init__(ansi_color=not style.has_color)
         self.style = style
         self.refresh_interval_s = refresh
         self.terminal: TerminalDriver | None = None
         """The driver of a real terminal, which sets this member itself."""
         self._was_writable = True
-        self.live_run = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
+        self.live_run = LiveRun(
+            directory,
+            open_reader or (lambda: RunReader(directory)),
+            open_store=open_store,
+            is_playback=is_playback,
+        )
         self.exit_handlers = ExitHandlers(self._ask_to_exit)
         self.open_error: Exception | None = None
         """Why the run could not be opened."""
@@ -95,7 +103,6 @@ class Monitor(App[str]):
         """A panel in focus that is not on the screen, and the panel that has the focus meanwhile."""
         self._view_before_click = View()
         """The view before the click changed it, with the clicked panel in focus."""
-        self._frozen_data: ScreenData | None = None
         self._refresh_timer: Timer | None = None
         self._message_timer: Timer | None = None
         """The timer that removes the last message."""
@@ -173,7 +180,7 @@ class Monitor(App[str]):
         self._draw_frame()
 
     def _draw_frame(self) -> None:
-        if self._frozen_data is None:
+        if self.live_run.cursor.frozen_ns is None:
             self.live_run.output.refresh()
         is_writable = self.terminal is None or self.terminal.is_writable()
         if (
@@ -236,12 +243,9 @@ class Monitor(App[str]):
         self._repaint()
 
     def data_to_draw(self) -> ScreenData:
-        """Return the data to draw: of the live run, or frozen."""
+        """Return the data to draw, as of the time that the screen shows."""
         screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
         view = replace(self.view, dialog_keys=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
-        if self._frozen_data is not None:
-            self._frozen_data = self.live_run.with_view(self._frozen_data, view)
-            return self.live_run.at_past_time(self._frozen_data)
         return self.live_run.build_screen_data(view, self._stopper.progress)
 
     def draw(self) -> None:
@@ -256,9 +260,7 @@ class Monitor(App[str]):
             shows_rank_waits and not self.live_run.shows_rank_waits,
             shows_rank_waits,
         )
-        if self._frozen_data is None and (
-            self.live_run.set_visible_ranks(max_visible_ranks(data, slots)) or lacks_rank_waits
-        ):
+        if self.live_run.set_visible_ranks(max_visible_ranks(data, slots)) or lacks_rank_waits:
             data = self.data_to_draw()
         self._move_hidden_focus(data, slots)
         if data.view.focus != self.view.focus:
@@ -317,22 +319,71 @@ class Monitor(App[str]):
         self.view = view
         self.draw()
 
-    def action_freeze(self) -> None:
-        """Freeze the screen, or show the live run again."""
-        if self._frozen_data is None and self.data_to_draw().is_over:
-            self.show_message("there is nothing to freeze: the run has ended; dpmon attach can play it back")
-            return
-        if self._frozen_data is None:
-            self.live_run.set_visible_ranks(FROZEN_RANKS)
-            self._frozen_data = self.live_run.build_screen_data(self.view)
-        else:
-            self._frozen_data = None
-        self.set_view(replace(self.view, is_frozen=self._frozen_data is not None, shown_ns=None))
+    # ------------------------------------------------------------------------------------------ the time shown
 
-    def unfreeze(self) -> None:
-        """Show the live run again if the screen is frozen."""
-        if self._frozen_data is not None:
-            self.action_freeze()
+    def _move_cursor(self, move: Callable[[TimeCursor], TimeCursor]) -> None:
+        """Show the time that `move` returns. Clear the message, which belongs to another time."""
+        self.live_run.move_cursor(move)
+        self.set_view(replace(self.view, message=None))
+
+    def show_present(self) -> None:
+        """Show the present, also if the screen is frozen."""
+        self._move_cursor(TimeCursor.return_to_present)
+
+    def action_freeze(self) -> None:
+        """Freeze the screen, or show the live run again; play an earlier time, or a run that has ended."""
+        cursor = self.live_run.cursor
+        if cursor.is_frozen:
+            self.show_present()
+        elif cursor.is_looking_back or cursor.has_ended:
+            self.action_play()
+        else:
+            self._move_cursor(TimeCursor.freeze)
+
+    def action_play(self) -> None:
+        """Play, or stop; at the end of the run, play from its first step on."""
+        cursor = self.live_run.cursor
+        if cursor.is_playing:
+            self._move_cursor(TimeCursor.stop)
+            return
+        first_ns = cursor.time_ns
+        if first_ns is None:
+            first_ns = self.live_run.find_step_end_ns(0, forward=True) or 0
+        self._move_cursor(lambda cursor: cursor.seek(first_ns).play())
+
+    def action_step(self, direction: int) -> None:
+        """Go to the training's next step, or to its previous one."""
+        self.live_run.move_cursor(TimeCursor.stop)
+        end_ns = self.live_run.find_step_end_ns(self.live_run.cursor.position_ns, forward=direction > 0)
+        if end_ns is not None:
+            self._move_cursor(lambda cursor: cursor.seek(end_ns))
+
+    def action_change_speed(self, offset: int) -> None:
+        """Play faster or slower."""
+        self._move_cursor(lambda cursor: cursor.change_speed(offset))
+
+    def action_seek(self, seconds: int) -> None:
+        """Go this many seconds forward, or back."""
+        self._move_cursor(lambda cursor: cursor.seek(cursor.position_ns + seconds * SECOND))
+
+    def action_seek_to(self, fraction: float) -> None:
+        """Go to a fraction of the run, from 0.0 to 1.0."""
+        self._move_cursor(lambda cursor: cursor.seek(int(cursor.present_ns * fraction)))
+
+    def action_time(self, parts: int) -> None:
+        """Look back in time, or (`parts` 1) go forward, up to now; the training and its record continue."""
+        self._show_time(shift_by_parts(self.data_to_draw(), parts))
+
+    def _show_time(self, time_ns: int) -> None:
+        """Show the run as it was at a time (ns since its start)."""
+        data = self.data_to_draw()
+        process = (data.history_state or data.state).representative
+        if data.cursor.is_playback or data.cursor.has_ended:
+            self._move_cursor(lambda cursor: cursor.seek(time_ns))
+        elif process is None or process.last_step is None:
+            self.show_message("no step has finished yet: there is nothing to look back to")
+        else:
+            self._move_cursor(lambda cursor: cursor.seek(max(time_ns, process.began_ns)))
 
     # ------------------------------------------------------------------------------------------ other threads
 
@@ -356,14 +407,19 @@ class Monitor(App[str]):
 
     # ------------------------------------------------------------------------------------------ keys and clicks
 
+    @property
+    def _actions(self) -> Mapping[str, str]:
+        """The action of each key now, by Textual's name of the key."""
+        return keys.PLAYBACK_ACTIONS if self.live_run.cursor.is_playback else keys.ACTIONS
+
     async def on_event(self, event: events.Event) -> None:
         """Handle a key at once, so that keys typed ahead reach the dialog that an earlier key opens."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
         elif self._is_dialog_open and event.key != "ctrl+c":
             self.screen.post_message(event)
-        elif event.key in self.ACTIONS:
-            await self.run_action(self.ACTIONS[event.key])
+        elif (action := self._actions.get(event.key)) is not None:
+            await self.run_action(action)
         else:
             self.show_message(f"{key_name(event)} does nothing here: ? shows the keys")
 
@@ -385,6 +441,9 @@ class Monitor(App[str]):
         """Go to the clicked panel, or press the key at column `x` of the footer; zoom the panel at the second click."""
         if panel == "footer":
             await self._press(key_at(self.panel_rows("footer")[0], x) or "")
+        elif panel == "timeline" and not self._is_dialog_open:
+            if (fraction := position_at(self.panel_rows("timeline")[0], x)) is not None:
+                self.action_seek_to(fraction)
         elif self._is_dialog_open or panel not in PANELS:
             return
         elif click_count == 1:
@@ -459,8 +518,8 @@ class Monitor(App[str]):
 
     def action_unzoom(self) -> None:
         """Go back to now; else to all panels; else to all nodes; if they are shown already, end the search."""
-        if self.view.shown_ns is not None:
-            self.unfreeze()
+        if self.live_run.cursor.can_return:
+            self.show_present()
         elif self.view.zoom is not None:
             self.set_view(replace(self.view, zoom=None))
         elif self.view.node_number is not None:
@@ -512,7 +571,7 @@ class Monitor(App[str]):
         if refusal is not None:
             self.show_message(f"{problem}: {refusal}")
             return
-        self.unfreeze()
+        self.show_present()
         send()
         self.show_message(None)  # clear older messages before the answer
 
@@ -551,24 +610,6 @@ class Monitor(App[str]):
         if self.view.process_index is None and straggler is not None and straggler.process in ranks:
             chosen = straggler.process
         self.set_view(replace(self.view, process_index=chosen))
-
-    def action_time(self, parts: int) -> None:
-        """Look back in time, or (`parts` 1) go forward, up to now; the training and its record continue."""
-        self._show_time(shift_by_parts(self.data_to_draw(), parts))
-
-    def _show_time(self, time_ns: int) -> None:
-        """Show the run as it was at a time (ns since its start)."""
-        data, process = self.data_to_draw(), self.live_run.state.representative
-        present_ns = data.elapsed_ns if data.past is None else data.past.until_ns
-        if process is None or process.last_step is None:
-            self.show_message("no step has finished yet: there is nothing to look back to")
-        elif time_ns >= present_ns:
-            self.unfreeze()
-        else:
-            if self._frozen_data is None:
-                self.live_run.set_visible_ranks(FROZEN_RANKS)
-                self._frozen_data = self.live_run.build_screen_data(self.view)
-            self.set_view(replace(self.view, is_frozen=True, shown_ns=max(time_ns, process.began_ns)))
 
     def action_range(self, offset: int) -> None:
         """Choose a longer or shorter time range."""
@@ -714,11 +755,10 @@ class Monitor(App[str]):
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""
-        data = self.data_to_draw()
-        if data.is_over or data.playing is not None:
+        if self.live_run.is_over:
             self.show_message("the run has ended: it reads no more input")
             return
-        if data.is_ending:
+        if self.live_run.is_ending:
             self.show_message("the command has ended: it reads no more input")
             return
         if not self.live_run.can_type():

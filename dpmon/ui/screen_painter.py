@@ -25,7 +25,7 @@ _POPUP_SHARE = 2
 
 def panel_slots(screen: ScreenData, width: int, height: int) -> dict[str, Slot]:
     """Return the current place of each panel."""
-    timeline_rows = 1 if screen.playing is not None and height > MIN_HEIGHT else 0
+    timeline_rows = 1 if screen.cursor.is_playback and height > MIN_HEIGHT else 0
     scene, is_tall = choose_scene(screen), height >= TALL_SCREEN_ROWS
     wanted_rows = {
         "devices": panel_devices.preferred_height(screen),
@@ -84,8 +84,8 @@ def _panel_rows(panel: str, screen: ScreenData, output: OutputView, slot: Slot, 
         ]
     if panel == "status":
         return render_panel(screen, slot.width, slot.height, style)
-    if panel == "timeline" and screen.playing is not None:
-        return render_timeline(screen.playing, slot.width, style)
+    if panel == "timeline":
+        return render_timeline(screen.cursor, slot.width, style)
     if panel == "footer":
         return render_footer(screen, slot.width, style)
     title, corner, rows = _panel_content(panel, screen, output, slot, style)

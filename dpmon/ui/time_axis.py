@@ -113,7 +113,10 @@ def shift_by_parts(screen: ScreenData, parts: int) -> int:
 
 def _history_end(screen: ScreenData) -> tuple[RunSnapshot, int]:
     """Return the snapshot and the time (ns) until which the histories go."""
-    return (screen.state, screen.elapsed_ns) if screen.past is None else (screen.past.state, screen.past.until_ns)
+    frozen_ns = screen.cursor.frozen_ns
+    if screen.history_state is None or frozen_ns is None:
+        return screen.state, screen.elapsed_ns
+    return screen.history_state, frozen_ns
 
 
 def stall_intervals(screen: ScreenData) -> list[tuple[int, int]]:
@@ -347,7 +350,7 @@ def axis_below_chart(
     ranks = None if screen.process is None else screen.process.distributed
     word = "end " if screen.is_over else "now "
     marks = choose_marks(screen, axis, width)
-    cursor_ns = None if screen.past is None else screen.now_ns
+    cursor_ns = screen.now_ns if screen.cursor.is_looking_back else None
     row = axis_row(axis, picture, width, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)
     return [(align_right(format_short_elapsed(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
 

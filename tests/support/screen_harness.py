@@ -21,7 +21,6 @@ from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.store.store_queries import Store
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.panel_view import PanelView
-from dpmon.ui.playback import Playback, Player
 from support.history_builders import Recording, make_live_run, make_run_info
 from support.record_builders import SECOND, Training, host_event
 from support.run_harness import LIMIT_S, Dpmon, Terminal
@@ -248,13 +247,14 @@ class ManualClock:
 @asynccontextmanager
 async def open_playback(
     directory: Path, clock: ManualClock, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
-    app = Playback(directory, STYLE, open_player=lambda: Player(directory, clock), refresh=600)
+) -> AsyncIterator[tuple[Monitor, Pilot[str]]]:
+    app = Monitor(directory, STYLE, refresh=600, is_playback=True)
+    app.live_run._clock = clock
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         yield app, pilot
         app.live_run.close()
 
 
-def shows_text(app: Playback, text: str) -> bool:
+def shows_text(app: Monitor, text: str) -> bool:
     return any(text in row for row in app.text())

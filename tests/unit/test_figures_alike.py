@@ -28,7 +28,6 @@ from dpmon.text.formatting import format_compact, format_duration, format_percen
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels import panel_batch, panel_compare
 from dpmon.ui.panels.panel_status import render_panel
-from dpmon.ui.playback import Player, _PlaybackRun
 from dpmon.ui.screen_data import View
 from dpmon.ui.styled_rows import Row, plain_text
 from support.format_readers import report_json_of
@@ -236,7 +235,7 @@ PLACES = {
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
     "playback": Place(
-        lambda directory: on_screen(directory, _PlaybackRun(directory, lambda: Player(directory)))[0],
+        lambda directory: on_screen(directory, LiveRun(directory, lambda: RunReader(directory), is_playback=True))[0],
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
 }  # fmt: skip
@@ -311,7 +310,7 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     assert together is not None
     said = last_line(run)
     assert {name: said[name] for name in rate_to_json(None)} == rate_to_json(together)
-    for feed in (LiveRun(run, lambda: RunReader(run)), _PlaybackRun(run, lambda: Player(run))):
+    for feed in (LiveRun(run, lambda: RunReader(run)), LiveRun(run, lambda: RunReader(run), is_playback=True)):
         text = on_screen(run, feed)[1]
         rate, *within = format_samples_per_s(together).split(" (")
         parts = [
@@ -408,7 +407,7 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         "single": 5000 + 4500 - 10,
         "dp": 500 + 3000 - 10,
     }
-    for feed in (LiveRun(long, lambda: RunReader(long)), _PlaybackRun(long, lambda: Player(long))):
+    for feed in (LiveRun(long, lambda: RunReader(long)), LiveRun(long, lambda: RunReader(long), is_playback=True)):
         feed.start()
         feed.refresh()
         assert feed.exit_info is not None

@@ -87,10 +87,10 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
     async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
         await pilot.press("g")
         for key, words in (
-            ("p", "no pause: this is a playback"),
+            ("p", "no pause: no training process is running"),
             ("x", "there is nothing to stop: the run has ended"),
             ("i", "the run has ended: it reads no more input"),
-            ("d", "the mode cannot be switched: this is a playback"),
+            ("d", "the mode cannot be switched: no training process is running"),
             ("Z", "Z does nothing here"),
         ):
             await pilot.press(key)

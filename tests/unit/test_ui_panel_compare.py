@@ -12,8 +12,9 @@ from dpmon.model.device_memory import HOST
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_compare
-from dpmon.ui.screen_data import PlaybackPosition, ScreenData, View
+from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training, host_event
 from support.screen_states import (
@@ -50,7 +51,7 @@ def test_a_comparison_says_what_it_lacks() -> None:
     assert only[-1] == "single was not seen yet: d switches the running job"
     over = replace(one, exit_info=exit_info_of(0, None, 9), can_toggle=False)
     assert compare_text(over, 60, 12)[-1] == "single was not seen"
-    played = replace(over, playing=PlaybackPosition(5, 9, False, 1.0))
+    played = replace(over, cursor=TimeCursor(5, is_playback=True))
     assert compare_text(played, 62, 12)[-1] == "single was not seen until then"
     training = Training()
     payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]

@@ -310,7 +310,7 @@ def _note_rows(screen: ScreenData, comparison: Comparison, width: int, style: Te
         (other,) = (mode for mode in _MODES if mode not in comparison.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
         if not screen.can_toggle:
-            rows += wrap_to_rows(f"{other} was not seen" + (" until then" if screen.playing else ""), width)
+            rows += wrap_to_rows(f"{other} was not seen" + (" until then" if screen.cursor.is_playback else ""), width)
         else:
             rows.append(hint if row_width(hint) <= width else hint[:2])
     elif comparison.missing:

@@ -305,12 +305,16 @@ class RunSnapshot:
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningRecord, ...] = ()
     stalls: tuple[RecordedStall, ...] = ()
+    inputs: tuple[tuple[int | None, int, int], ...] = ()
+    """Waits for a line of input (`RunEvents.inputs`)."""
     warning_count: int = 0
     """Number of all warnings."""
     missed: int = 0
     """Number of records that were lost."""
     open_calls: int = 0
     """Calls so far of processes without a step."""
+    at_ns: int | None = None
+    """The time of the snapshot (ns since the run's start); None: now."""
     newest_ns: int = -1
     """End of the newest step or call."""
     main_kind: int = TRAINING
@@ -412,8 +416,16 @@ class RunSnapshot:
     def state_inputs(
         self, now_ns: int, activities: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
     ) -> StateInputs:
-        """Return the facts that decide the word for a live run. `activities`: by process; empty in a playback."""
+        """Return the facts that decide the word for a live run. `activities`: by process; empty in a playback.
+
+        `paused_ns`, `input_ns`: since when it is paused, or waits for input, if a reader of the rings knows it. As of
+        an earlier time, the events say so.
+        """
         focus, stall = self.representative, self.current_stall
+        if self.at_ns is not None and paused_ns is None and focus is not None:
+            paused_ns = focus.paused_since_ns
+        if self.at_ns is not None and input_ns is None:
+            input_ns = next((start for _, start, end in self.inputs if start <= now_ns < end), None)
         return StateInputs(
             now_ns,
             False,

@@ -183,6 +183,8 @@ class SnapshotBuilder:
             pauses=events.pauses,
             warnings=events.warnings,
             stalls=events.stalls,
+            inputs=events.inputs,
+            at_ns=None if store.until_s is None else store.until_ns,
             warning_count=events.warning_count,
             missed=store.dropped,
             open_calls=store.open_calls,

@@ -237,7 +237,7 @@ class Process:
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
     figures: StepStats = NO_STEPS
-    """Its last one to two minutes, if several processes train; only step, forward and backward."""
+    """Its steps in the time range, if several processes train; only step, forward and backward."""
     trained: tuple[int, int] = 0, 0
     """Its numbers of training steps and of optimizer updates so far; only if it represents the run."""
     recent: RecentRate = field(default_factory=RecentRate)

@@ -25,7 +25,7 @@ from dpmon.model.process_selection import (
     read_process_table,
     with_processes,
 )
-from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, with_recent_stats
+from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, with_range_stats
 from dpmon.model.rank_waits import RankWaitCache, choose_ranks_to_show
 from dpmon.model.recent_calls import CALLS_READ, RecentCalls
 from dpmon.model.run_events import RunEvents
@@ -213,7 +213,7 @@ class SnapshotBuilder:
         }
         shown[detailed.process] = detailed
         if others and not slowest:
-            shown.update({process.process: process for process in with_recent_stats(store, shown.values())})
+            shown.update({process.process: process for process in with_range_stats(store, shown.values(), request.span_s)})
         snapshot = replace(snapshot, processes={**snapshot.processes, **shown}, drawn=tuple(shown))
         if request.slowest and last is None:
             longest = slow_steps_of(store, snapshot, request.span_s, request.slowest, events.inputs, self._slowest)

@@ -39,7 +39,7 @@ from dpmon.model.pauses import (
     pause_totals,
 )
 from dpmon.model.process_selection import read_process_table
-from dpmon.model.rank_waits import RankWaitCache, RankWaits
+from dpmon.model.rank_waits import RankWaits, read_rank_waits
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
@@ -194,7 +194,7 @@ class RunAnalysis:
             process.process: process.rank for process in self._state.training_processes if process.rank is not None
         }
         last_s = (self.last_step_ns or 0) // SECOND
-        return RankWaitCache().read(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
+        return read_rank_waits(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
     def ranks(self) -> list[RankSummary]:

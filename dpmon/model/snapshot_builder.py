@@ -26,7 +26,7 @@ from dpmon.model.process_selection import (
     with_processes,
 )
 from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, with_range_stats
-from dpmon.model.rank_waits import RankWaitCache, choose_ranks_to_show
+from dpmon.model.rank_waits import choose_ranks_to_show, read_rank_waits
 from dpmon.model.recent_calls import CALLS_READ, RecentCalls
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import (
@@ -39,10 +39,11 @@ from dpmon.model.run_snapshot import (
     SnapshotRequest,
 )
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenness, overlap_ns, uneven_steps
-from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s, subtract_input_waits
+from dpmon.model.step_history import COLUMNS, column_width_s, read_columns, subtract_input_waits
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP, TRAINING, WARM_UP
+from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.store.collectives import read_collective_sums, read_last_sample
 from dpmon.store.events import newest_event_id
 from dpmon.store.loss_table import find_invalid_losses
@@ -103,7 +104,7 @@ class SnapshotBuilder:
     """Builds the snapshots of one run, one after the other."""
 
     _samples: DeviceSampleCache = field(default_factory=DeviceSampleCache)
-    _columns: HistoryColumnCache = field(default_factory=HistoryColumnCache)
+    _answers: BucketAnswers = field(default_factory=BucketAnswers)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
     _events: RunEvents = field(default_factory=RunEvents)
     """The events of the last snapshot."""
@@ -113,7 +114,6 @@ class SnapshotBuilder:
     _recent: _ReadRate | None = None
     _last: _Last | None = None
     _times: RankTimesCache = field(default_factory=RankTimesCache)
-    _waits: RankWaitCache = field(default_factory=RankWaitCache)
     _slowest: SlowStepCache = field(default_factory=lambda: SlowStepCache(_MAX_SEARCHED_IDS))
 
     def build(
@@ -123,6 +123,7 @@ class SnapshotBuilder:
 
         With many ranks, most values come from the previous snapshot; waits are always fresh.
         """
+        store.remember(self._answers)
         events = self._read_events(store)
         key, last = (request, ended, events), self._last
         if last is None or last.key != key or last.pictures >= _MAX_REUSES or store.until_s is not None:
@@ -213,7 +214,9 @@ class SnapshotBuilder:
         }
         shown[detailed.process] = detailed
         if others and not slowest:
-            shown.update({process.process: process for process in with_range_stats(store, shown.values(), request.span_s)})
+            shown.update(
+                {process.process: process for process in with_range_stats(store, shown.values(), request.span_s)}
+            )
         snapshot = replace(snapshot, processes={**snapshot.processes, **shown}, drawn=tuple(shown))
         if request.slowest and last is None:
             longest = slow_steps_of(store, snapshot, request.span_s, request.slowest, events.inputs, self._slowest)
@@ -244,7 +247,7 @@ class SnapshotBuilder:
         end_s = stats_until_s(store, focus)
         start_s = max(end_s - request.span_s, 0) if request.span_s else max(focus.began_ns, 0) // SECOND
         ranks = {process: rank_of_process[process] for process in (*shown, *others)}
-        return replace(snapshot, rank_waits=self._waits.read(store, ranks, start_s, end_s, shown))
+        return replace(snapshot, rank_waits=read_rank_waits(store, ranks, start_s, end_s, shown))
 
     def _with_stats(
         self,
@@ -266,7 +269,7 @@ class SnapshotBuilder:
         mode = process.mode if any(key.mode == process.mode for key in ranged_window.tallies) else step.mode
         waits = events.input_waits(process.process)
         history_s, column_s = _history_range(process, end_s, request)
-        columns = self._columns.read(store, process.process, max(end_s - history_s, 0), end_s, column_s)
+        columns = read_columns(store, process.process, max(end_s - history_s, 0), end_s, column_s)
         detailed = _with_calls(store, process, ranged_window)
         range_stats = _main_or_other_stats(ranged_window, process.process, mode)
         detailed = replace(

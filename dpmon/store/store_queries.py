@@ -13,6 +13,7 @@ from typing import Any
 
 from dpmon.record.history_rows import Defined, Resolver
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, SECOND, STEP_KINDS, TRAINING
+from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.store.database import HistoryConnection
 from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.rings import RINGS
@@ -80,6 +81,8 @@ class Store:
         """By process: see `last_id`."""
         self._last_found_id = 0
         """The previous result of `_find_last_id`; 0 if there is none."""
+        self.answers = BucketAnswers()
+        """What was derived from finished time buckets: see `remember`."""
         self.undefined = 0
         """Number of rows without a record, because they refer to a lost definition."""
 
@@ -88,6 +91,11 @@ class Store:
         store = copy(self)
         store.until_ns, store._last_ids = LAST_NS if t_ns is None else t_ns, {}
         return store
+
+    def remember(self, answers: BucketAnswers) -> None:
+        """Use the answers that earlier reads of this history have derived, as far as they still hold."""
+        answers.start_read(self)
+        self.answers = answers
 
     @property
     def unread_warning(self) -> str | None:
@@ -103,6 +111,11 @@ class Store:
         The first bucket may start before the run.
         """
         return bucket_start(second, width, self.origin_s)
+
+    @property
+    def newest_s(self) -> int:
+        """The newest second with a time bucket."""
+        return self.buckets.end_s - 1 - self.origin_s
 
     @property
     def is_mirror(self) -> bool:

@@ -92,7 +92,6 @@ def test_the_median_of_a_rank_is_that_of_the_chosen_range() -> None:
             assert process.figures.median_ns == pytest.approx(median_ms * 1e6, rel=0.15), range_s
 
 
-
 @lru_cache
 def seventy(slow: int | None) -> tuple[Recording, ScreenData]:
     """Return a run of many ranks, of which all are alike, or one holds the others up."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from dpmon.model.run_snapshot import Process
 
-HOST = "host"
-"""The key in a mode's peaks for the sampled memory of all processes of the run."""
 TRIFLE_BYTES = 1 << 20
 """If GPUs have rows, the host gets a row only with at least this many bytes."""
 

@@ -492,10 +492,7 @@ class RunAnalysis:
         changes = self.announced.changes
         devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
         process = first_with_both(self.window)
-        waits, virtual = self.announced.input_waits(process), self.layouts.virtual
-        comparison = compare_modes(
-            self.window, process, devices=devices, virtual=virtual, longest=self.longest_steps, waits=waits
-        )
+        comparison = compare_modes(self.window, process, devices=devices, virtual=self.layouts.virtual)
         return comparison if len(comparison.sides) > 1 else None
 
 

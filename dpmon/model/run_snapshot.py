@@ -67,8 +67,6 @@ class SnapshotRequest(NamedTuple):
     """The number of the only node to include; None for all."""
     waits: bool = False
     """Whether to include over time which ranks the others waited for."""
-    changes: bool = False
-    """Whether to include the speed-up at each mode switch."""
 
 
 class ModeChange(NamedTuple):

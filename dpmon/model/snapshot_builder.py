@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.communication import Wrapper, build_communication
-from dpmon.model.device_memory import HOST
-from dpmon.model.device_usage import DeviceSampleCache, HostPeaks, ModePeriod, device_peaks, mode_periods
+from dpmon.model.device_usage import DeviceSampleCache, mode_starts, read_peaks_by_mode
 from dpmon.model.epoch_progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.loss_curves import LossCurve, read_loss_curves
-from dpmon.model.mode_comparison import MODES_COMPARED, Comparison, compare_modes
+from dpmon.model.mode_comparison import Comparison, compare_modes
 from dpmon.model.nodes import node_of, read_nodes
 from dpmon.model.process_selection import (
     choose_other_processes,
@@ -105,7 +104,6 @@ class SnapshotBuilder:
 
     _samples: DeviceSampleCache = field(default_factory=DeviceSampleCache)
     _answers: BucketAnswers = field(default_factory=BucketAnswers)
-    _host_peaks: HostPeaks = field(default_factory=HostPeaks)
     _events: RunEvents = field(default_factory=RunEvents)
     """The events of the last snapshot."""
     _events_key: object = None
@@ -323,38 +321,18 @@ class SnapshotBuilder:
     ) -> Comparison:
         """Compare the modes over the whole run (`window`). In a long run, the result may be minutes old."""
         process_index = process.process
-        waits = events.input_waits(process_index)
         devices, virtual = events.devices_by_mode(process_index).get("dp", ((), False))
         if process.mode == "dp" and process.devices:
             devices, virtual = process.devices, process.virtual
         every_s = max(end_s // _COMPARISONS_PER_RUN, 1)
-        key = process_index, process.mode, devices, request.over, request.changes, len(waits)
+        key = process_index, process.mode, devices, request.over
         if self._compared is not None and self._compared.key == key and 0 <= end_s - self._compared.end_s < every_s:
             comparison = self._compared.found
         else:
-            has_both = {key.mode for key in window.tallies}.issuperset(MODES_COMPARED)
-            longest = [
-                step
-                for mode in (MODES_COMPARED if has_both else ())
-                for step in read_longest_steps(
-                    store, _MAX_LONG_STEPS, mode, process=process_index, newest_only=not request.over
-                )
-            ]
-            comparison = compare_modes(
-                window,
-                process_index,
-                devices=devices,
-                virtual=virtual,
-                longest=longest,
-                waits=waits,
-                changes=request.changes,
-            )
+            comparison = compare_modes(window, process_index, devices=devices, virtual=virtual)
             self._compared = _Compared(key, end_s, comparison) if every_s > 1 else None
-        periods = mode_periods(events.changes, process_index) or [ModePeriod(process.mode, 0, 0)]
-        memory = device_peaks(store, process_index, periods)
-        for mode, peak in self._host_peaks.read(store, self._samples, periods).items():
-            memory.setdefault(mode, {})[HOST] = peak
-        return replace(comparison, memory={mode: peaks for mode, peaks in memory.items() if peaks})
+        starts = mode_starts(events.changes, process_index) or [(process.mode, 0)]
+        return replace(comparison, memory=read_peaks_by_mode(store, process_index, starts))
 
 
 # ------------------------------------------------------------------------------------------------ calls

@@ -410,7 +410,6 @@ class LiveRun:
             node=view.node_number,
             listed=lists_ranks,
             waits=self.shows_rank_waits or lists_ranks,
-            changes=view.is_frozen or view.zoom == "compare",
         )
 
     def set_visible_ranks(self, rank_count: int) -> bool:

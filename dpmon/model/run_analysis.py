@@ -401,8 +401,7 @@ class RunAnalysis:
     @cached_property
     def loaders(self) -> list[LoaderStart]:
         """The starts of loaders, in order of time."""
-        starts = (parse_loader_start(event.data) for event in read_events(self.store, "loader"))
-        return [start for start in starts if start is not None]
+        return [parse_loader_start(event.data) for event in read_events(self.store, "loader")]
 
     @cached_property
     def binned_steps(self) -> BinnedSteps:

@@ -73,15 +73,15 @@ class ModeChange(NamedTuple):
     """The reply to a request for a mode, or the mode at the start."""
 
     process: int
-    root: str
-    t_ns: int | None
-    step: int | None
     mode: str
-    requested_by: str
-    devices: tuple[str, ...]
-    virtual: bool
-    reason: str | None
-    refused: str | None
+    root: str = ""
+    t_ns: int | None = None
+    step: int | None = None
+    requested_by: str = ""
+    devices: tuple[str, ...] = ()
+    virtual: bool = False
+    reason: str | None = None
+    refused: str | None = None
 
 
 class PauseChange(NamedTuple):
@@ -91,11 +91,11 @@ class PauseChange(NamedTuple):
     t_ns: int
     step: int | None
     paused: bool
-    paused_ns: int | None
+    paused_ns: int | None = None
     """Duration of the pause, for a resumption."""
-    reason: str | None
+    reason: str | None = None
     """Why the training resumed without a request."""
-    refused: str | None
+    refused: str | None = None
     """Why the training did not pause."""
 
 

@@ -8,12 +8,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.device_memory import memory_by_device
 from dpmon.model.run_snapshot import DeviceHistory, ModeChange
-from dpmon.record.record_specs import RECORDS
-from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.store.device_rollups import DeviceRollup
 from dpmon.store.events import ChartSample, read_chart_samples, read_newest_memory, read_sample
@@ -42,10 +40,6 @@ _HIGHEST = {
     "power_w": "power_max",
 }
 """Members of records that are reported by their highest value, and the fields of DeviceUsage that hold it."""
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "integer": int, "number": (int, float), "text": str, "boolean": bool, "list": list, "object": dict
-}  # fmt: skip
-_DECLARED = {field.name: _TYPES[field.type] for kind in ("device", "host") for field in RECORDS[kind].fields}
 
 
 @dataclass(slots=True)
@@ -95,9 +89,8 @@ class DeviceSampleCache:
             self._tracks.setdefault(sample.device, _DeviceWindow()).add(sample)
         for track in self._tracks.values():
             event = read_sample(store, track.id)
-            # Only fields of their declared types: a record from another writer may hold anything.
-            data = event.data.items() if event is not None else ()
-            track.data = {name: value for name, value in data if isinstance(value, _DECLARED.get(name, ()))}
+            members = {} if event is None else event.data
+            track.data = {name: value for name, value in members.items() if value is not None}
 
     def devices(self) -> dict[int, DeviceHistory]:
         """Return the GPUs by index; on one of several nodes, by their index there."""
@@ -190,19 +183,16 @@ class DeviceUsage:
             for index, (util, util_count, used, used_count) in sorted(self.sums.items())
         ]
 
-    def identify(self, data: Mapping[str, object]) -> None:
+    def identify(self, data: Mapping[str, Any]) -> None:
         """Update the names of a GPU, and the reasons why it was throttled."""
-        self.name = text_member(data, "name") or self.name
-        self.uuid = text_member(data, "uuid") or self.uuid
-        of_run = data.get("of_run")
-        if isinstance(of_run, bool):
+        self.name, self.uuid = data.get("name") or self.name, data.get("uuid") or self.uuid
+        if (of_run := data.get("of_run")) is not None:
             self.of_run = bool(self.of_run) or of_run
-        ordinals, throttle = data.get("ordinals"), data.get("throttle")
-        if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
-            self.called = text_member(ordinals[0], "device") or self.called
-        if isinstance(throttle, list):
+        if ordinals := data.get("ordinals"):
+            self.called = ordinals[0]["device"]
+        if (throttle := data.get("throttle")) is not None:
             self.throttle_samples += 1
-            self.throttled.update(reason for reason in throttle if isinstance(reason, str))
+            self.throttled.update(throttle)
 
     def update_maximum(self, key: str, value: float) -> None:
         """Raise the highest value of a metric, which is named as in the records."""
@@ -263,41 +253,37 @@ class DeviceUsageBuilder:
             self.tracks[index] = DeviceUsage(index)
         return self.tracks[index]
 
-    def _in_pause(self, t_ns: int | None) -> bool:
-        index = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
-        return t_ns is not None and index >= 0 and t_ns < self._paused[index][1]
+    def _in_pause(self, t_ns: int) -> bool:
+        index = bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
+        return index >= 0 and t_ns < self._paused[index][1]
 
-    def add_sample(self, kind: str, data: Mapping[str, object]) -> None:
-        """Add a `device` or `host` record; a value of another type counts as unknown."""
-        index = int_member(data, "index") if kind == "device" else _HOST - max(int_member(data, "node") or 0, 0)
-        if index is None:
-            return
-        track = self._track(index)
+    def add_sample(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Add a `device` or `host` record."""
+        track = self._track(data["index"] if kind == "device" else _HOST - (data.get("node") or 0))
         track.samples += 1
-        t_ns, used = ns_member(data, "t_s"), number_member(data, "mem_used_bytes")
-        util, paused = number_member(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
+        t_ns, used = int(data["t_s"] * SECOND), data.get("mem_used_bytes")
+        util, paused = data.get("util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
         if util is not None and not paused:
             track.util.append(util)
-        if (clock := number_member(data, "sm_clock_mhz")) is not None and not paused:
+        if (clock := data.get("sm_clock_mhz")) is not None and not paused:
             track.clocks.append(clock)
         for key in _HIGHEST:
-            if (value := number_member(data, key)) is not None:
+            if (value := data.get(key)) is not None:
                 track.update_maximum(key, float(value))
         if kind == "device":
             track.identify(data)
         else:
-            self.gpu_absent = text_member(data, "gpu_absent")
+            self.gpu_absent = data.get("gpu_absent")
             if not paused:
                 self._take_processors(data)
-            run_cpu_pct = number_member(data, "run_cpu_pct")
-            is_newer = t_ns is not None and (not self._at or t_ns > self._at[-1])
+            run_cpu_pct = data.get("run_cpu_pct")
+            is_newer = not self._at or t_ns > self._at[-1]
             # A record with a node is of one of several nodes.
-            if run_cpu_pct is not None and t_ns is not None and is_newer and data.get("node") is None:
+            if run_cpu_pct is not None and is_newer and data.get("node") is None:
                 self._spent.append(self._spent[-1] + run_cpu_pct / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
                 self._at.append(t_ns)
-        if t_ns is not None:
-            self.last_ns = max(self.last_ns, t_ns)
-            track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
+        self.last_ns = max(self.last_ns, t_ns)
+        track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
 
     def add_rollup(self, row: DeviceRollup) -> None:
         """Add one metric of a minute of deleted samples: its highest value, sum and number."""
@@ -311,12 +297,12 @@ class DeviceUsageBuilder:
         elif row.name == "mem_used_bytes":
             track.add_to_bucket(row.start_s + 30.0, (0.0, 0), (row.total, row.count))
 
-    def _take_processors(self, data: Mapping[str, object]) -> None:
+    def _take_processors(self, data: Mapping[str, Any]) -> None:
         """Add the CPU use, in total and by the run."""
-        cpus, use, run_pct, load = (number_member(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
-        if cpus is None or not 1 <= cpus < 1e6 or use is None or run_pct is None:
+        cpus, use, run_pct, load = (data.get(key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
+        if cpus is None or use is None or run_pct is None:
             return
-        self._cpus = int(cpus)
+        self._cpus = cpus
         self._use.append(use)
         self._others.append(max(use * cpus / 100 - run_pct / 100, 0.0))
         self._own.append(run_pct / 100)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpmon.model.active_processes import find_training_processes
 from dpmon.model.communication import Communication
@@ -226,7 +226,7 @@ class Process:
     """By root, for the roots that refused in their last reply."""
     paused_since_ns: int | None = None
     """Start of its pause; None if it is not paused."""
-    memory: Mapping[str, object] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
     """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTimings] = field(default_factory=dict)
     """By root and its wrapper; the root that was called last comes first."""

@@ -13,7 +13,6 @@ from dpmon.record.record_types import UNTIMED, count_rows
 from dpmon.record.schema import TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.shapes import CallShape
-from dpmon.store.step_stats import merge_mode_tallies
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import replica_series, stage_series
@@ -288,16 +287,24 @@ def count_idle_devices(layouts: CallLayouts) -> list[IdleDeviceCounts]:
 def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[ReplicaStats]:
     """Return each replica with its rows and times, by kind of its calls.
 
-    `tallies`: of each process.
+    `tallies`: of each process. The mode of a step is not always that of its calls: a root that cannot be split also
+    runs as single in dp steps.
     """
     lines: dict[tuple[str, str, int, str, int], ReplicaStats] = {}
     splits: defaultdict[tuple[str, str, int], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
+    modes_of_layout: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    for shape, _ in layouts.known_shapes:
+        modes_of_layout[shape.process, shape.layout].add(shape.mode)
     timed: set[tuple[int, int, str, int]] = set()
     for shape, layout in layouts.known_shapes:
         mode, kind = _mode_of_calls(shape, layout), step_kind(shape.kind)
         layout_key = shape.process, shape.layout, shape.mode, kind
-        process_tallies = {} if layout_key in timed else tallies.get(shape.process, {})
-        times = merge_mode_tallies(process_tallies, shape.mode, kind)
+        other_modes = modes_of_layout[shape.process, shape.layout] - {shape.mode}
+        own_tallies = [
+            tally
+            for key, tally in tallies.get(shape.process, {}).items()
+            if layout_key not in timed and step_kind(key.kind) == kind and key.mode not in other_modes
+        ]
         timed.add(layout_key)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, input_number, layout) for input_number, _ in shape.replicas)
@@ -310,8 +317,9 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
                 line.virtual |= shape.virtual > 0 and shape.mode == "dp"
                 line.reasons.update({} if reason is None else {reason: shape.calls})
             series = replica_series(shape.layout, index)
-            line.time.merge(times.stat(series))
-            line.on_device.merge(times.stat(device_series(series)))
+            for tally in own_tallies:
+                line.time.merge(tally.stat(series))
+                line.on_device.merge(tally.stat(device_series(series)))
     for line in lines.values():
         counts = splits[line.mode, line.root, line.kind]
         usual_split = max(counts, key=counts.__getitem__)

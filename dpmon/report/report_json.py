@@ -205,7 +205,7 @@ def _mode_comparison_members(run: RunAnalysis) -> dict[str, object] | None:
         return None
     return {
         "sentence": verdict_sentence(comparison),
-        **fields_of(comparison, "missing", "efficiency", "outcome", "by_mean"),
+        **fields_of(comparison, "missing", "efficiency", "outcome"),
         **dict(zip(("speedup", "low", "high"), comparison.speedup or (None, None, None), strict=True)),
         "steps": {mode: side.steps for mode, side in comparison.sides.items()},
     }

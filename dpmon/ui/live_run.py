@@ -504,7 +504,6 @@ class LiveRun:
             node=view.node_number,
             listed=lists_ranks,
             waits=self.shows_rank_waits or lists_ranks,
-            changes=view.zoom == "compare",
         )
 
     def set_visible_ranks(self, rank_count: int) -> bool:

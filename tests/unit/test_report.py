@@ -14,9 +14,10 @@ from xml.etree import ElementTree
 import pytest
 
 from dpmon.cli.summary import summary_lines
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow, Row
-from dpmon.record.record_types import Event
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import DDP
 from dpmon.report import collect_report_data, report_text
@@ -30,7 +31,7 @@ from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
 from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of
-from support.history_builders import snapshot_of_directory, write_run_directory
+from support.history_builders import Recording, snapshot_of_directory, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
     SECOND,
@@ -422,6 +423,26 @@ def test_calls_of_ranks_have_a_row_for_each_kind_with_the_mode_of_its_calls(
     assert "; mean of 2 ranks: start-up" in lines_of_section(text, "TIME")[0]
     assert any("60 steps + 100 evaluation, 220 calls total" in line for line in text)
     assert not any("in single" in line for line in text)
+
+
+def test_a_root_that_runs_as_single_inside_dp_steps_has_the_times_of_all_its_calls() -> None:
+    model, loss = Training(), Training(root="Loss", via=None, mode="single")
+    loss.defined = model.defined
+    rows = model.begin()
+    for number in range(1, 301):
+        *definitions, step = model.step()
+        loss.now = model.now
+        *more, call_alone = loss.step()
+        assert isinstance(step, Step)
+        assert isinstance(call_alone, Step)
+        (first,), (second,) = step.calls, call_alone.calls
+        calls = [first._replace(call=2 * number - 1), second._replace(call=2 * number)]
+        rows += [*definitions, *more, step._replace(calls=calls)]
+    run = RunAnalysis(Recording().add(rows).store())
+    single, *replicas = sorted(run.replicas, key=lambda replica: replica.root)
+    assert (single.root, single.mode, single.calls) == ("Loss", "single", 300)
+    assert {replica.time.count for replica in replicas} == {single.time.count}
+    assert single.time.count >= 299, "all but the first step"
 
 
 def test_deleted_rows_change_no_figure(state: Path) -> None:

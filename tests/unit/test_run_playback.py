@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.run_snapshot import ProcessInfo, RunSnapshot
+from dpmon.record.record_types import Event
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.time_cursor import SPEEDS, TimeCursor
-from support.history_builders import PLAYBACK_STEPS, write_playback_run
-from support.record_builders import SECOND
+from support.history_builders import PLAYBACK_STEPS, Recording, write_playback_run
+from support.record_builders import SECOND, Training, pause_event
 from support.screen_harness import ManualClock
 
 
@@ -140,6 +141,27 @@ def test_the_figures_of_a_time_are_those_of_the_seconds_before_it(played: Played
         # Two steps a second, by two processes alternately.
         assert process.ranged.steps == pytest.approx(min(at_s, 120), abs=2)
         assert max(column.second for column in process.columns) <= at_s
+
+
+def test_the_state_in_a_pause_and_in_a_wait_for_input_is_said_from_events() -> None:
+    training = Training(step_ns=SECOND // 10)
+    rows = [*training.begin(), *training.run(20)]
+    paused_s = training.now / SECOND
+    rows.append(pause_event(paused_s, 20))
+    training.now += 5 * SECOND
+    rows.append(pause_event(training.now / SECOND, 20, 5.0))
+    rows += training.run(20)
+    waiting_s = training.now / SECOND
+    training.now += 5 * SECOND
+    run = Recording().add([*rows, *training.run(20)])
+    run.add([Event("input", {"pid": 4242, "t_s": waiting_s, "waited_s": 5.0})], -1)
+
+    def word(at_s: float) -> str:
+        at_ns = int(at_s * SECOND)
+        return ScreenData(run.state(at_ns), at_ns, is_command_alive=True).run_state.word
+
+    assert [word(paused_s + offset) for offset in (-0.5, 3, 5.5)] == ["training", "paused", "training"]
+    assert [word(waiting_s + offset) for offset in (-0.5, 3, 5.5)] == ["training", "waiting for input", "training"]
 
 
 def test_a_step_at_a_time(played: Played) -> None:

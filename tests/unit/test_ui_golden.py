@@ -190,7 +190,7 @@ def changed_often() -> ScreenData:
         training.step_ns = 16_000_000
         payloads += [*training.switch("single"), *training.run(150)]
     return ScreenData(
-        snapshot_of_rows(payloads, changes=True),
+        snapshot_of_rows(payloads),
         training.now,
         RUN_INFO,
         View("compare", "compare"),

@@ -28,8 +28,8 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
+from dpmon.report.health import exit_sentence
 from dpmon.report.report_data import analyze_run, collect_report_data
-from dpmon.report.sentences import exit_sentence
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_registry import find_run, short_name
@@ -167,7 +167,7 @@ def _run_trial(options: argparse.Namespace, trial: Trial, round_number: int) -> 
     if exit_info is not None and has_ended_alone and exit_info.status:
         last_lines = collect_report_data(directory).last_output
         line = f": {sanitize_line(last_lines[-1], 300)}" if last_lines else ""
-        raise RunError(f"{run_name} {exit_sentence(exit_info, '')}{line}")
+        raise RunError(f"{run_name} {exit_sentence(exit_info)}{line}")
     if steps < options.steps:
         reason = "ended on its own" if has_ended_alone else "was stopped by --timeout"
         print_message(f"{run_name} {reason} after {format_count_with_noun(steps, 'step')}")

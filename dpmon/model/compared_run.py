@@ -10,7 +10,6 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
-from dpmon.model.json_fields import ms
 from dpmon.model.mode_comparison import is_compared
 from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
@@ -22,6 +21,7 @@ from dpmon.store.activity_times import read_times
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.tally_tables import read_tally_rows
+from dpmon.text.fact_table import ms
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
 BETWEEN = "between"

@@ -19,7 +19,6 @@ from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
     IdleDeviceCounts,
-    ReplicaSizes,
     ReplicaStats,
     StageSizes,
     build_replica_stats,
@@ -138,11 +137,6 @@ class RunAnalysis:
         """The layouts and sizes of all calls."""
         shapes = read_shapes(self.store)
         return CallLayouts(shapes, {shape.process: self.store.resolver(shape.process).definitions for shape in shapes})
-
-    @cached_property
-    def sizes(self) -> list[ReplicaSizes]:
-        """The inputs and outputs of each replica; with several processes, without ranks."""
-        return self.layouts.replicas(len(self.processes) > 1)
 
     @cached_property
     def stages(self) -> list[StageSizes]:

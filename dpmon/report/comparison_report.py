@@ -7,7 +7,6 @@ from pathlib import Path
 
 from dpmon.model.compared_run import RUN_METRICS, STEP_METRICS, ComparedRun, Metric, build_compared_run
 from dpmon.model.comparison_stats import Change
-from dpmon.model.json_fields import fields_of, ms
 from dpmon.model.run_comparison import (
     SIDES,
     ComparedMetric,
@@ -28,6 +27,7 @@ from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
 from dpmon.store.store_opening import open_store
+from dpmon.text.fact_table import fields_of, ms
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun
 
 SCHEMA = 1
@@ -76,7 +76,7 @@ def build_document(comparison: RunComparison, judgments: Sequence[Judgment] = ()
     names = [f"{name}: {', '.join(run.name for run in side)}" for name, side in sides]
     differences: list[Part] = [Paragraph("nothing that dpmon knows")]
     if comparison.differences:
-        differences = [Table(("", *SIDES), comparison.differences, has_text_columns=True)]
+        differences = [Table(("", *SIDES), comparison.differences, text_columns=(1, 2))]
     sections = (
         Section("What differs", differences),
         Section(f"Time per {comparison.unit}", _metric_table(comparison, STEP_METRICS)),

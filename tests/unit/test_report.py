@@ -21,12 +21,12 @@ from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import DDP
 from dpmon.report import collect_report_data, report_text
-from dpmon.report.document import Plot, PlotSeries, Table
+from dpmon.report.document import MAX_ROWS, Plot, PlotSeries, Table
 from dpmon.report.health import read_health
 from dpmon.report.html_page import WIDTH, render_page, render_plot
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
-from dpmon.report.sections import MAX_ROWS, build_document
+from dpmon.report.sections import build_document
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
@@ -80,7 +80,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert "Model 1" in replicas[2]
     assert "[15, 5] -> [15, 2]" in replicas[2]
     assert "no GPU: NVML library not found" in lines_of_section(lines, "DEVICES")[0]
-    assert lines_of_section(lines, "MODE SWITCHES")[0].endswith("to single")
+    assert lines_of_section(lines, "MODE SWITCHES")[1].endswith("to single")
     assert "4.00 KiB" in lines_of_section(lines, "MEMORY")[1]
     said = report_json_of(collect_report_data(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
@@ -99,10 +99,10 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
 
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
     lines = report_text(write_run_directory({}, status=None, command_pid=None, started_unix=time.time()), 80)
-    assert lines[0].endswith("not started yet")
+    assert lines[0].endswith("starting: no PyTorch seen yet")
     assert "nothing was traced: the command has not started yet" in "\n".join(lines)
     lines = report_text(write_run_directory({0: Training().run(3)}, status=None), 80)
-    assert lines[0].endswith("how it ended is unknown")
+    assert lines[0].endswith("lost: its end was not recorded")
     assert lines_of_section(lines, "FINDINGS") == [
         "  too few steps for findings: 0 counted, 30 needed, 3 left out as warm-up"
     ]
@@ -231,7 +231,7 @@ def test_a_stall_after_the_last_step_has_its_own_time(
     assert elapsed["stalled_s"] == pytest.approx(stalled_s)
     assert elapsed["ending_s"] == pytest.approx(50 - stalled_s, abs=1e-6)
     assert sum(time_s for name, time_s in elapsed.items() if name != "gaps") == pytest.approx(end_s + 50)
-    (line, *_) = [line for line in summary_lines(directory, story.exit_info) if line.startswith("elapsed")]
+    (line, *_) = [line for line in summary_lines(directory, story.exit_info) if line.startswith("  elapsed")]
     assert f"stalled {stalled_s:.1f} s" in line
     assert [found.kind for found in story.findings if found.kind in ("quiet", "stall")] == ["quiet"]
 
@@ -346,7 +346,7 @@ def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
         section.title.upper() + section.subtitle for section in made.sections
     ]
     tables = [part for section in made.sections for part in section.parts if isinstance(part, Table)]
-    assert len(tables) == 5
+    assert len(tables) == 6
     for cell in (cell for table in tables for row in table.rows for cell in row if cell):
         assert html.escape(cell.strip()) in drawn
         assert cell in "\n".join(lines)
@@ -459,8 +459,10 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
     assert sum(one["steps"] for one in said["time"]["stretches"]) == 6000
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "older records were deleted to bound the history: statistics cover all steps" in text
-    (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
-    assert line.startswith("single: 1,500 steps, 1,500 calls, ")
+    summary = [line.split() for line in summary_lines(directory, load_exit(directory))]
+    assert ["single", "1,500"] in [words[:2] for words in summary]
+    assert "6,000 steps, 6,000 calls" in text
+    assert "1,500 in single" in text
 
 
 # ------------------------------------------------------------------------------------------------ where the time went

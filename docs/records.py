@@ -262,7 +262,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `memory[].device`, `.model_bytes`, `.gradients_bytes`, `.optimizer_bytes`, `.rest_bytes`, `.peak_bytes`, `.absent.*`
 - `memory[].processes`, `.known.*`: the processes, and how many of them each sum covers
 - `compared`: dp vs. single; null unless both ran
-- `compared.speedup`, `.low`, `.high`, `.efficiency`, `.by_mean`: how many times faster dp is, its 95% interval, per
+- `compared.speedup`, `.low`, `.high`, `.efficiency`: how many times faster dp is, its 95% interval, per
   device, and by mean steps
 - `compared.outcome`, `.sentence`, `.missing`: `faster`, `slower` or `even`
 - `compared.steps.*`: compared steps by mode

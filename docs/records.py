@@ -200,8 +200,8 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `dropped`, `pruned`: records that were lost, and that were deleted because of their age
 - `nothing`: why there is no step and no call
 - `stalls[].since_s`, `.end_s`, `.text`: a [stall](stuck.md); its end is null if the run ended in it
-- `modes[]`, `evaluations[]`: statistics of the steps of the main kind (training, or the most frequent one), by mode;
-  and of other kinds, with the same members
+- `modes[]`, `evaluations[]`: statistics by mode of the main kind of steps (usually training), and of other kinds, with
+  the same members
 - `modes[].mode`, `.virtual`, `.step_kind`, `.steps`, `.steps_per_s`, `.samples_per_s`, `.steps_per_s_within_steps`,
   `.samples_per_s_within_steps`, `.uncounted_steps`
 - `modes[].process`, `.rank`, `.process_steps`, `.process_updates`: the process of the members below
@@ -219,8 +219,8 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `epochs[].evaluation_s`, `.pause_s`: evaluation in and after it; other time since the epoch before
 - `losses[].process`, `.place`, `.loss`, `.smoothed`, `.step`, `.t_s`, `.absent.*`: the newest
   [loss](tracing.md#losses) at a line that calls backward
-- `losses[].points[].t_s`, `.values`, `.low`, `.mean`, `.high`, `.unfit`: a part of the run: numbers of finite
-  (`values`) and other (`unfit`) values, and the range of the finite ones
+- `losses[].points[].t_s`, `.values`, `.low`, `.mean`, `.high`, `.unfit`: a part of the run: numbers of finite and other
+  (`unfit`) values, and the range of the finite ones
 - `losses[].width_s`: length of these parts
 {items("findings[].", Finding, _FINDING)}
 - `replicas[].mode`, `.root`, `.device`, `.replica`, `.calls`, `.rows`, `.virtual`, `.median_ms`, `.p95_ms`,
@@ -239,12 +239,11 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `communication.synced`, `.unsynced`: backward passes per step or update that average gradients, and others
 - `communication.straggler`: the rank that the others wait for, or null
 - `communication.straggler.process`, `.rank`, `.ranks[]`: `ranks` are all that are equally slow
-- `communication.straggler.excess_ms`, `.share`, `.slowest`, `.steps`: its cost per step or update; in how many of the
-  steps it was the slowest
+- `communication.straggler.excess_ms`, `.share`, `.slowest`, `.steps`: its cost; in how many of the steps it was the
+  slowest
 - `communication.straggler.phase`, `.own_ms`, `.others_ms`, `.sentence`: the slow phase, here and on the others
 - `communication.torch`: torch's own times of one iteration, or null
-- `communication.torch.process`, `.iteration`, `.comm_ms`, `.overlap_ms`, `.absent.*`: the communication, and the part
-  of it during the backward pass
+- `communication.torch.process`, `.iteration`, `.comm_ms`, `.overlap_ms`, `.absent.*`: as in the record [`ddp`](#ddp)
 - `communication.sampled.samples`, `.one_in`, `.absent`: number of samples, and their interval
 - `communication.sampled.operations[].name`, `.size`, `.collectives`, `.bytes`: `size` is the number of ranks
 - `communication.wrappers[].*`: as in the record [`ddp`](#ddp)
@@ -268,8 +267,8 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `mode_changes[].process`, `.root`, `.t_s`, `.step`, `.mode`, `.requested_by`, `.devices[]`, `.virtual`, `.reason`,
   `.refused`: as in the record [`mode`](#mode)
 - `pauses[].process`, `.step`, `.t_s`, `.seconds`, `.reason`, `.refused`, `.on`: `on` if it had not ended
-- `paused.times`, `.seconds`, `.unended`, `.on`, `.alone_s`: all pauses; `unended` have no recorded end; `alone_s` is
-  the time in which only some processes were paused
+- `paused.times`, `.seconds`, `.unended`, `.on`, `.alone_s`: all pauses; `unended` without a recorded end;
+  `alone_s`: only some processes were paused
 - `inputs[].process`, `.t_s`, `.seconds`: waits for a line of input
 - `warnings[]`
 - `time.width_s`: length of a part

@@ -12,9 +12,8 @@ from itertools import groupby
 from textwrap import fill
 
 from dpmon.cli.commands import ListedRun
-from dpmon.cli.doctor.local_checks import Check
+from dpmon.cli.doctor import Check
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.record.record_specs import RECORDS, FieldSpec, RecordSpec
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.report.health import Health
@@ -123,7 +122,6 @@ def _lines(entries: Iterable[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ JSON of commands
 
-_PROCESS = {"process": "", "rank": "", "world": "number of ranks", "pid": "", "python": "", "torch": ""}
 _FINDING = {
     "kind": "[its name](reports-and-exports.md#findings)",
     "text": "what was found",
@@ -195,7 +193,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `run.id`, `.name`, `.directory`, `.script`, `.command[]`, `.cwd`, `.python`, `.started_unix`, `.versions.*`: the run
   and what was started; [secrets](getting-started.md#where-runs-are-kept) are `***`
 - `end.state`, `.status`, `.signal`, `.error`, `.seconds`: how it ended, as in `dpmon ls`
-{items("processes[].", ProcessInfo, _PROCESS)}
+- `processes[].process`, `.rank`, `.world`, `.pid`, `.python`, `.torch`: `world` is the number of ranks
 - `steps`, `calls`, `updates`, `open_calls`
 - `dropped`, `pruned`: records that were lost, and that were deleted because of their age
 - `nothing`: why there is no step and no call
@@ -260,8 +258,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `memory[].device`, `.model_bytes`, `.gradients_bytes`, `.optimizer_bytes`, `.rest_bytes`, `.peak_bytes`, `.absent.*`
 - `memory[].processes`, `.known.*`: the processes, and how many of them each sum covers
 - `compared`: dp vs. single; null unless both ran
-- `compared.speedup`, `.low`, `.high`, `.efficiency`, `.by_mean`: how many times faster dp is, its 95% interval, per
-  device, and by mean steps
+- `compared.speedup`, `.low`, `.high`, `.efficiency`: how many times faster dp is, its 95% interval, and per device
 - `compared.outcome`, `.sentence`, `.missing`: `faster`, `slower` or `even`
 - `compared.steps.*`: compared steps by mode
 - `mode_changes[].process`, `.root`, `.t_s`, `.step`, `.mode`, `.requested_by`, `.devices[]`, `.virtual`, `.reason`,

@@ -100,7 +100,7 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 
 def trend_as_json(trend: RunTrend) -> dict[str, object]:
-    """Return the trend as a JSON object; docs/records.md describes its members."""
+    """Return the trend as a JSON object; docs/json.md describes its members."""
     return {
         "schema": SCHEMA,
         "script": trend.script,

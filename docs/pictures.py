@@ -4,7 +4,7 @@
     python docs/pictures.py main-job        one of them
 
 A run is started in the background and its screen is opened without a terminal (Textual's pilot). The keys are pressed,
-and the rows on the screen become SVG, as with the key `s`. A film is several screens in one SVG, shown one after the
+and the rows on the screen become SVG. A film is several screens in one SVG, shown one after the
 other by CSS; it needs no script, so it also plays as an image on a web page. Take the pictures on an idle machine,
 because they show its figures.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import os
 import re
 import shutil
@@ -21,18 +22,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.segment import Segment, Segments
 from textual.pilot import Pilot
 
 from dpmon.run.run_registry import find_run
-from dpmon.text.cells import span_width
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, row_width
-from dpmon.ui.svg_export import SvgPage, render_svg
 from dpmon.ui.terminal_style import TerminalStyle, make_style
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +44,9 @@ FILM_SIZE = (100, 30)
 FRAME_S = 1.5
 MAX_BYTES = 500_000
 PATIENCE_S = 120.0
+
+CELL_PX, ROW_PX = 12.2, 24.4
+"""Size of a cell in Rich's SVG."""
 
 _WHITE = "title"
 _GRAY = "dim"
@@ -290,24 +295,43 @@ def film(frames: Sequence[Sequence[Row]], look: TerminalStyle, title: str) -> st
     A row that stays the same from one frame to the next is in it once. Without animation (the reader prefers reduced
     motion, or the viewer does not support CSS animation), the last frame is shown.
     """
-    if len(frames) == 1:
-        return render_svg(frames[0], look, title)
-    page = SvgPage(look)
+    rules: dict[str, str] = {}
     body, spans = [], set()
     for y in range(max(len(frame) for frame in frames)):
         rows = [list(frame[y]) if y < len(frame) else [] for frame in frames]
         for _, same in groupby(range(len(rows)), key=lambda index: rows[index]):
             shown = list(same)
-            pieces = list(page.render_row(rows[shown[0]], y))
+            row = f'<g transform="translate(0 {y * ROW_PX:.1f})">{_row_svg(rows[shown[0]], look, rules)}</g>'
             if len(shown) == len(frames):
-                body += pieces
-            elif pieces:
+                body.append(row)
+            else:
                 spans.add((shown[0], shown[-1] + 1))
-                body += [f'<g class="from{shown[0]}to{shown[-1] + 1}">', *pieces, "</g>"]
-    size = (max(sum(span_width(text) for text, _ in row) for frame in frames for row in frame), max(map(len, frames)))
-    return page.render_image(
-        body, size, title, "".join(_shown(first, end, len(frames)) for first, end in sorted(spans))
+                body.append(f'<g class="from{shown[0]}to{shown[-1] + 1}">{row}</g>')
+    width = max(row_width(row) for frame in frames for row in frame) * CELL_PX
+    height = max(map(len, frames)) * ROW_PX
+    css = "".join(f".{name}{{{rule}}}" for rule, name in rules.items())
+    css += "".join(_shown(first, end, len(frames)) for first, end in sorted(spans))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 -16 {width + 32:.0f} {height + 32:.0f}" role="img">\n'
+        f"<title>{escape(title)}</title>\n"
+        f"<style>text{{font:20px 'DejaVu Sans Mono',Menlo,Consolas,monospace}}{css}</style>\n"
+        f'<rect x="-16" y="-16" width="100%" height="100%" rx="12" fill="{look.background}"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
     )
+
+
+def _row_svg(row: Row, look: TerminalStyle, rules: dict[str, str]) -> str:
+    """The elements of a row, at the top of the image, by Rich. `rules` has the class of each CSS rule so far."""
+    console = Console(
+        width=max(row_width(row), 1), record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    console.print(Segments(Segment(text, look.rich_style(name)) for text, name in row), end="")
+    svg = console.export_svg(title="", code_format="{styles}\n{backgrounds}{matrix}", unique_id="row")
+    styles, _, elements = svg.rpartition("\n")
+    for name, rule in re.findall(r"\.(row-r\d+) {(.*)}", styles):
+        elements = elements.replace(f'class="{name}"', f'class="{rules.setdefault(rule, f"s{len(rules)}")}"')
+    return re.sub(rf' clip-path="[^"]*"|<rect fill="{look.background}"[^>]*>', "", elements)
 
 
 def _shown(first: int, end: int, frames: int) -> str:

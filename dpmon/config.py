@@ -21,8 +21,8 @@ import os
 import pwd
 import re
 import shlex
-import stat
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,18 +31,12 @@ from typing import Any
 from dpmon.errors import DpmonError
 
 THEMES = ("dark", "light", "color-blind", "mono", "ascii")
-_MAX_BYTES = 1 << 16
-_UNITS = {
+_PREFIXES = "KMGT"
+_UNITS: Mapping[str, int] = {
     "": 1,
     "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, 1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
 }
 
 
@@ -80,30 +74,19 @@ def _parse_number(expected: str, pattern: str, value: Any) -> int:
 
 
 def _parse_refresh(value: Any) -> float:
-    expected = "a number of seconds from 0.1 to 60"
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(expected)
-    try:
+    with suppress(ValueError, TypeError):
         seconds = float(value)
-    except ValueError:
-        raise ValueError(expected) from None
-    if not 0.1 <= seconds <= 60:
-        raise ValueError(expected)
-    return seconds
+        if 0.1 <= seconds <= 60 and not isinstance(value, bool):
+            return seconds
+    raise ValueError("a number of seconds from 0.1 to 60")
 
 
 def _parse_command(value: Any) -> tuple[str, ...]:
-    try:
+    with suppress(ValueError):
         words = shlex.split(value) if isinstance(value, str) else value
-    except ValueError:
-        words = None
-    if (
-        not isinstance(words, list)
-        or not words
-        or not all(isinstance(word, str) and word and "\0" not in word for word in words)
-    ):
-        raise ValueError('a command such as "notify --title dpmon" or ["notify", "--title", "dpmon"]')
-    return tuple(words)
+        if words and isinstance(words, list) and all(isinstance(word, str) and "\0" not in word for word in words):
+            return tuple(words)
+    raise ValueError('a command such as "notify --title dpmon" or ["notify", "--title", "dpmon"]')
 
 
 def _parse_bool(value: Any) -> bool:
@@ -113,17 +96,15 @@ def _parse_bool(value: Any) -> bool:
 
 
 def _parse_byte_size(value: Any) -> int:
-    match = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
-    if isinstance(value, (bool, float)) or match is None or match[2].upper() not in _UNITS:
+    match = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,3})?\s*([A-Za-z]{0,3})", str(value).strip())
+    unit = None if match is None or isinstance(value, float) else _UNITS.get(match[3].upper())
+    if match is None or unit is None:
         raise ValueError('a size such as "500 MB" or "5 GiB"')
-    unit = _UNITS[match[2].upper()]
-    if "." in match[1]:
-        return int(float(match[1]) * unit)
-    return int(match[1]) * unit  # exact, where a float would round
+    return int(match[1]) * unit + int(float(match[2] or 0) * unit)
 
 
 SETTINGS: Mapping[str, Callable[[Any], Any]] = {
-    "theme": lambda value: _parse_choice(THEMES, "color-blind" if value == "colour-blind" else value),
+    "theme": partial(_parse_choice, THEMES),
     "refresh": _parse_refresh,
     "keep_runs": partial(_parse_number, "a whole number", r"[0-9]{1,9}"),
     "keep_bytes": _parse_byte_size,
@@ -183,26 +164,18 @@ def _validate_setting(name: str, value: Any, source: str) -> Any:
 
 def _read_config_file(path: Path) -> dict[str, Any]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    file_stat = os.fstat(fd)
-    if not stat.S_ISREG(file_stat.st_mode):
-        os.close(fd)
-        raise ConfigError(f"{path} is not a regular file")
-    with open(fd, "rb") as file:
-        data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{path} is too long to be a configuration file")
     # Imported only if there is a file, because the import delays the first frame.
     import tomllib
 
     try:
-        table: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        table = tomllib.loads(data.decode("utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    if "on_event" in table and file_stat.st_uid not in (0, os.getuid()):
+    if "on_event" in table and path.stat().st_uid not in (0, os.getuid()):
         raise ConfigError(f"{path}: on_event is a command, and the file belongs to another user")
     return table

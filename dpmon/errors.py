@@ -4,7 +4,6 @@
     ├── UsageError       an invalid command line                          dpmon.cli.options
     ├── ConfigError      an invalid setting or configuration file         dpmon.config
     ├── CommandError     a command that cannot be run                     dpmon.supervise.command_resolver
-    │   └── NotFoundError
     ├── RunError         no such run, or an unusable directory            dpmon.run.run_directory
     ├── HostError        an invalid list of hosts                         dpmon.mirror.remote_hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring

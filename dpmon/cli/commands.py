@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.cli.launch import has_screen, open_json_target
 from dpmon.cli.messages import print_closing_summary, print_message, print_unread_warning
@@ -93,7 +93,7 @@ def _attach_headless(directory: Path, options: argparse.Namespace) -> int:
     refresh = options.refresh or options.settings.refresh or run_info.refresh
     had_ended = load_exit(directory) is not None
     settings = options.settings
-    if run_screen(directory, refresh=refresh, theme=settings.theme, playback=had_ended) == "left":
+    if run_screen(directory, refresh=refresh, theme=settings.theme, is_playback=had_ended) == "left":
         print_message(f"training continues; reattach with: dpmon attach {short_name(run_info)}")
         return 0
     return print_closing_summary(directory, load_exit(directory), print_message, brief=had_ended)
@@ -211,20 +211,7 @@ def render_document(document: Document, output: str | None) -> str:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List the runs, the newest last: name, state, age, duration, steps, samples/s, exit status, command.
-
-    With a script, show the metrics of its runs instead.
-    """
-    if options.script is not None:
-        from dpmon.report import drift
-
-        trend = drift.read_run_trend(options.script)
-        if options.json:
-            text = to_safe_json(drift.trend_as_json(trend), indent=1) + "\n"
-        else:
-            text = render_document(drift.build_document(trend), None)
-        write_output(text, None)
-        return 0
+    """List the runs, the newest last: name, state, age, duration, steps, samples/s, exit status, command."""
     unreadable: list[str] = []
     listed = list_runs(unreadable)
     if unreadable:
@@ -253,7 +240,7 @@ def print_table(rows: Sequence[tuple[str, ...]], details: Sequence[Sequence[str]
 
 
 class ListedRun(NamedTuple):
-    """One run, with the members of `ls --json`."""
+    """One run, with the members of `ls --json`; None for what is unknown."""
 
     id: str
     name: str
@@ -262,8 +249,7 @@ class ListedRun(NamedTuple):
     started_unix: float
     seconds: float
     steps: int | None
-    """Steps of the process with the most steps: ranks step together, so their steps are not added. None if unknown,
-    also while the end of a step is not known."""
+    """Steps of the process with the most steps: ranks step together, so their steps are not added."""
     updates: int | None
     """Optimizer updates of this process."""
     evaluation_steps: int | None
@@ -277,6 +263,7 @@ class ListedRun(NamedTuple):
     unknown: str | None
     cause: str | None
     standing: str | None
+    """Where it stands or ended in a stall."""
     unreadable: str | None
     """Why its history cannot be read."""
     job: dict[str, str] | None
@@ -320,49 +307,64 @@ class ListedRun(NamedTuple):
 
 
 def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
-    state, exit_info = run_state(directory, run_info)
     from dpmon.errors import HistoryError
     from dpmon.report.health import health_from_store
-    from dpmon.store.events import read_job
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
-    is_live_run, health, counts, standing = state == "running", None, _StepCounts(), None
-    unreadable, job, node = None, None, None
+    state, exit_info = run_state(directory, run_info)
+    is_live_run, health, unreadable = state == "running", None, None
+    members: dict[str, Any] = dict.fromkeys(ListedRun._fields)
     try:
         with open_store(directory) as store:
-            counts, standing = _query_step_counts(store), _final_stall_text(store)
+            members |= _query_members(store)
             print_unread_warning(run_info, store)
-            job, node = read_job(store)
             health = health_from_store(directory, store) if is_live_run else None
     except (HistoryError, RunError) as error:
         unreadable = str(error).removeprefix(f"{directory.name}: ")
-    if state == "finished":
-        standing = None  # the stall ended
     if is_live_run:
         health = health or health_from_store(directory, None)
-        state, standing = health.state, health.reason
-    seconds = max(time.time() - run_info.started_unix, 0.0) if exit_info is None else exit_info.seconds
-    command = [*([] if run_info.python is None else [run_info.script]), *run_info.arguments]
-    return ListedRun(
+        state, members["standing"] = health.state, health.reason
+    elif state == "finished":
+        members["standing"] = None  # the stall ended
+    if exit_info is not None:
+        members |= {name: getattr(exit_info, name) for name in ("seconds", "status", "signal", "unknown", "cause")}
+    else:
+        members["seconds"] = max(time.time() - run_info.started_unix, 0.0)
+    return ListedRun(**members)._replace(
         id=run_info.id,
         name=short_name(run_info),
         state=state,
         kept=is_protected(directory),
         started_unix=run_info.started_unix,
-        seconds=seconds,
-        **counts._asdict(),
-        status=None if exit_info is None else exit_info.status,
-        signal=None if exit_info is None else exit_info.signal,
-        unknown=None if exit_info is None else exit_info.unknown,
-        cause=None if exit_info is None else exit_info.cause,
-        standing=standing,
         unreadable=unreadable,
-        job=job,
-        node=node,
         machines=list(run_info.nodes),
-        command=command,
+        command=[*([] if run_info.python is None else [run_info.script]), *run_info.arguments],
         directory=str(directory),
     )
+
+
+def _query_members(store: Store) -> dict[str, Any]:
+    """Return the members of ListedRun that are in the history; without a ring, no numbers of steps."""
+    from dpmon.store.events import read_job
+    from dpmon.store.step_stats import StatsWindow
+
+    job, node = read_job(store)
+    members: dict[str, Any] = {"job": job, "node": node, "standing": _final_stall_text(store)}
+    longest_ring = max(store.rings.values(), key=lambda row: row.steps, default=None)
+    if longest_ring is None:
+        return members
+    rate = StatsWindow(store).rate()
+    _, updates = StatsWindow(store, process=longest_ring.process).step_counts(TRAINING)
+    steps = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
+    has_only_calls = bool(store.open_calls and not longest_ring.steps)
+    return members | {
+        "steps": None if has_only_calls else steps.get(store.main_kind, longest_ring.forward_steps) or 0,
+        "updates": updates,
+        "evaluation_steps": 0 if store.main_kind == EVALUATION else longest_ring.evaluations,
+        "evaluation_word": store.kind_words[EVALUATION],
+        "open_calls": store.open_calls,
+        "samples_per_s": None if rate is None else rate.samples_per_s,
+    }
 
 
 def keep(options: argparse.Namespace) -> int:
@@ -383,38 +385,6 @@ def rm(options: argparse.Namespace) -> int:
         retention.delete_run(directory, load_info(directory))
         print(f"{directory.name} is deleted")
     return 0
-
-
-class _StepCounts(NamedTuple):
-    """Members of ListedRun; None if the record has no rings."""
-
-    steps: int | None = None
-    updates: int | None = None
-    evaluation_steps: int | None = None
-    evaluation_word: str | None = None
-    open_calls: int | None = None
-    samples_per_s: float | None = None
-
-
-def _query_step_counts(store: Store) -> _StepCounts:
-    """Return the numbers of steps and calls in a record, and its rate."""
-    from dpmon.store.step_stats import StatsWindow
-
-    longest_ring = max(store.rings.values(), key=lambda row: row.steps, default=None)
-    if longest_ring is None:
-        return _StepCounts()
-    rate = StatsWindow(store).rate()
-    _, updates = StatsWindow(store, process=longest_ring.process).step_counts(TRAINING)
-    steps = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
-    has_only_calls = bool(store.open_calls and not longest_ring.steps)
-    return _StepCounts(
-        steps=None if has_only_calls else steps.get(store.main_kind, longest_ring.forward_steps) or 0,
-        updates=updates,
-        evaluation_steps=0 if store.main_kind == EVALUATION else longest_ring.evaluations,
-        evaluation_word=store.kind_words[EVALUATION],
-        open_calls=store.open_calls,
-        samples_per_s=None if rate is None else rate.samples_per_s,
-    )
 
 
 def _final_stall_text(store: Store) -> str | None:

@@ -157,7 +157,7 @@ def _draft_run_info(
             "mode": options.mode,
             "replicas": options.replicas,
             "devices": options.devices,
-            "replay": options.replay,
+            "replay": os.environ.get("DPMON_REPLAY"),  # set by `dpmon try`
             "batch_dim": options.settings.batch_dim if options.batch_dim is None else options.batch_dim,
             "loss": options.loss and options.settings.loss is not False,
             "stdin": "inherit" if inherits_stdin else "terminal",

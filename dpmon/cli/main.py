@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
+
+_HANDLERS = {
+    "run": "dpmon.cli.launch:run",
+    "doctor": "dpmon.cli.doctor:doctor",
+    "try": "dpmon.cli.trials:try_changes",
+    "why": "dpmon.cli.why:why",
+    "compare": "dpmon.cli.compare_command:compare",
+    "status": "dpmon.cli.status:status",
+}
+"""The function of each command that has a module of its own."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
-    from dpmon.cli.options import MULTI_NODE_COMMANDS, UsageError, names_remote_hosts, parse, suggest_command
+    from dpmon.cli.options import UsageError, names_remote_hosts, parse
     from dpmon.config import Settings, load_settings
     from dpmon.errors import DpmonError
 
@@ -20,49 +31,15 @@ def main(words: Sequence[str]) -> int:
             return 2
         # An invalid theme must not prevent listing or stopping runs.
         options.settings = load_settings(os.environ) if command in ("run", "attach") else Settings()
-        if command == "run":
-            from dpmon.cli.launch import run
-
-            return run(options)
-        if command == "doctor":
-            from dpmon.cli.doctor import doctor
-
-            return doctor(options)
-        if command == "try":
-            from dpmon.cli.trials import try_changes
-
-            return try_changes(options)
-        if command == "why":
-            from dpmon.cli.why import why
-
-            return why(options)
-        if command == "compare":
-            from dpmon.cli.compare_command import compare
-
-            return compare(options)
-        if command == "status":
-            from dpmon.cli.status import status
-
-            return status(options)
-        if command in MULTI_NODE_COMMANDS and names_remote_hosts(options):
-            from dpmon.cli import multi_node
-
-            return int(getattr(multi_node, command)(options))
-        from dpmon.cli import commands
-
-        return int(getattr(commands, command)(options))
+        module = "multi_node" if names_remote_hosts(options) else "commands"
+        handler = pkgutil.resolve_name(_HANDLERS.get(command, f"dpmon.cli.{module}:{command}"))
+        return int(handler(options))
     except DpmonError as error:
         from dpmon.cli.messages import print_message
         from dpmon.record.shared_names import hide_secrets
-        from dpmon.supervise.command_resolver import NotFoundError
 
-        hint = ""
-        if isinstance(error, UsageError):
-            hint = "; dpmon --help lists commands and options"
-        elif isinstance(error, NotFoundError) and (suggestion := suggest_command(error.word)) is not None:
-            hint = f" (did you mean {suggestion}?)"
         (text,) = hide_secrets([str(error)])
-        print_message(f"{text}{hint}")
+        print_message(f"{text}; dpmon --help lists commands and options" if isinstance(error, UsageError) else text)
         return 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +34,6 @@ from dpmon.text.formatting import format_count_with_noun
 
 _ENDED_STATES = ("lost", "elsewhere")
 _JOB_CELLS = 24
-_MAX_JOB_WAIT_S, _RETRY_S = 60.0, 5.0
-"""Longest wait until the ranks of a starting job have reported which job it is, and the interval of requests."""
 _MAX_START_S = 30.0
 """Longest wait for the mirror process, even on a busy machine; then a second one is started."""
 _SAME_START_S = 30.0
@@ -140,7 +137,7 @@ def choose_job_runs(
     """Return the runs of the job `job_name`, else of the newest live job, else of the newest job, by host.
 
     `job_name`: a job's id, or the name or id of one of its runs. While no job is known, the runs of that name belong
-    together. RunError if there is none. Empty while no live run has reported which job it belongs to.
+    together. RunError if there is none, or if no live run has reported yet which job it belongs to.
 
     A host can have several runs of a job: one per rank (`srun dpmon ...`), or one per start of the job. Those of its
     last start are chosen, by their number in the job: its live ones, else those that started with its newest one.
@@ -150,7 +147,7 @@ def choose_job_runs(
         job_id, _, _ = slurm.partition(".")
         groups = [group for group in groups if f"{group[0].job}.".startswith(f"slurm {job_id}.")]
         if not groups and any(remote_run.is_live and not remote_run.job for remote_run in runs):
-            return {}
+            raise RunError(_unknown_job_error(runs))
     if job_name is not None:
         groups = [group for group in groups if any(_matches(remote_run, job_name) for remote_run in group)]
         if groups and not groups[-1][0].job:
@@ -164,11 +161,18 @@ def choose_job_runs(
     known_groups = [group for group in live_groups if group[0].job]
     live_hosts = {remote_run.host.name for group in live_groups for remote_run in group}
     if job_name is None and not known_groups and len(live_hosts) > 1:
-        return {}
+        raise RunError(_unknown_job_error(runs))
     runs_by_host: dict[str, list[RemoteRun]] = {}
     for remote_run in (known_groups or live_groups or groups)[-1]:
         runs_by_host.setdefault(remote_run.host.name, []).append(remote_run)
     return {name: _newest_start(host_runs) for name, host_runs in runs_by_host.items()}
+
+
+def _unknown_job_error(runs: Sequence[RemoteRun]) -> str:
+    return (
+        "no run has reported yet which job it belongs to: attach again when one trains, or give its name,"
+        f" such as {runs[-1].run.name}"
+    )
 
 
 def _newest_start(runs: Sequence[RemoteRun]) -> list[RemoteRun]:
@@ -202,23 +206,12 @@ def _find_or_create_mirror(
 
     RunError if no host has a run.
     """
-    deadline = time.monotonic() + _MAX_JOB_WAIT_S
-    runs_by_host: dict[str, list[RemoteRun]] = {}
-    while not runs_by_host:
-        runs, failed = list_remote_runs(requested_hosts)
-        for name, output in failed.items():
-            print_message(f"{name}: {output.why}")
-        if not runs:
-            raise RunError(_no_run_error(len(requested_hosts) - len(failed)))
-        runs_by_host = choose_job_runs(runs, options.run, options.slurm)
-        if not runs_by_host and time.monotonic() > deadline:
-            name = runs[-1].run.name
-            raise RunError(f"no run has reported yet which job it belongs to: give its name, such as {name}")
-        if not runs_by_host:
-            print_message(
-                "no run has reported yet which job it belongs to: waiting until one trains (or give the name of a run)"
-            )
-            time.sleep(_RETRY_S)
+    runs, failed = list_remote_runs(requested_hosts)
+    for name, output in failed.items():
+        print_message(f"{name}: {output.why}")
+    if not runs:
+        raise RunError(_no_run_error(len(requested_hosts) - len(failed)))
+    runs_by_host = choose_job_runs(runs, options.run, options.slurm)
     chosen_runs = [remote_run for host_runs in runs_by_host.values() for remote_run in host_runs]
     # Assume the path that dpmon has on another host that is reached in the same way.
     dpmon_command = next(
@@ -253,8 +246,6 @@ def _no_run_error(reply_count: int) -> str:
 
 def ls(options: argparse.Namespace) -> int:
     """List the runs of all hosts, those of a job together; return 1 if a host did not reply, else 0."""
-    if options.script is not None:
-        raise UsageError("--script shows the runs of this machine only")
     requested_hosts = hosts_from_options(options)
     runs, failed = list_remote_runs(requested_hosts)
     ordered = [remote_run for group in group_by_job(runs) for remote_run in group]

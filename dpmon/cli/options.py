@@ -14,7 +14,7 @@ from dpmon.config import SETTINGS
 from dpmon.errors import DpmonError
 from dpmon.stalls.run_state import STATES
 
-MULTI_NODE_COMMANDS = ("attach", "ls", "doctor")
+MULTI_NODE_COMMANDS = ("attach", "ls")
 """Commands that accept several hosts."""
 MAX_REPLICAS = 4096
 WAIT_STATES = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")
@@ -79,7 +79,6 @@ class UsageError(DpmonError):
 
 
 _JSON_HELP = "one JSON object, for programs"
-_PYTHON_HELP = "the Python that runs the script (default: the first that has torch)"
 _METRICS_HELP = "write metrics for Prometheus to FILE (node_exporter's textfile format)"
 _HOST_OPTIONS = ("--host", "--hosts", "--slurm", "--via")
 
@@ -92,7 +91,7 @@ class _OptionParser(argparse.ArgumentParser):
             name, _, _ = word.partition("=")
             if name in _HOST_OPTIONS:
                 raise UsageError(
-                    f"{word} works with attach, ls and doctor only; give other commands the run that attach created"
+                    f"{word} works with attach and ls only; give other commands the run that attach created"
                 )
             raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is not expected here")
         raise UsageError(message.removeprefix("argument "))
@@ -154,6 +153,15 @@ def _parse_phase(text: str) -> str:
     return text
 
 
+def _add_program_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run and of its trials."""
+    add = parser.add_argument
+    add("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
+    add("--replicas", type=_parse_replicas, metavar="N", help="use N GPUs, or N virtual replicas if there are fewer")
+    add("--devices", type=_parse_devices, metavar="LIST", help="the replicas' devices: cuda:0,cuda:1 or cpu,cpu")
+    add("--python", metavar="PYTHON", help="the Python that runs the script (default: the first that has torch)")
+
+
 def _parse_devices(text: str) -> str:
     names = [name.strip() for name in text.split(",")]
     if not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
@@ -175,9 +183,7 @@ def run_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"dpmon {dpmon.__version__}")
-    add("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
-    add("--replicas", type=_parse_replicas, metavar="N", help="use N GPUs, or N virtual replicas if there are fewer")
-    add("--devices", type=_parse_devices, metavar="LIST", help="the replicas' devices: cuda:0,cuda:1 or cpu,cpu")
+    _add_program_options(parser)
     add(
         "--mode",
         choices=("auto", "script", "dp", "single"),
@@ -191,7 +197,6 @@ def run_parser() -> argparse.ArgumentParser:
         help="the batch's dimension in a model's first input (default: 0)",
     )
     add("--no-loss", dest="loss", action="store_false", help="do not read the losses of the training")
-    add("--replay", type=_parse_count, metavar="N", help="repeat the first N batches of each loader")
     add("--headless", action="store_true", help="no screen (the default without a terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
     add(
@@ -210,7 +215,6 @@ def run_parser() -> argparse.ArgumentParser:
     )
     add("--refresh", type=_parse_seconds, metavar="SECONDS", help="seconds between updates of the screen (default: 1)")
     add("--name", type=_parse_run_name, help="the run's name (default: the script's)")
-    add("--python", metavar="PYTHON", help=_PYTHON_HELP)
     return parser
 
 
@@ -220,8 +224,8 @@ def try_parser() -> argparse.ArgumentParser:
         prog="dpmon try", usage="dpmon try [OPTIONS] SCRIPT.py [ARGS...]", description=_DESCRIPTIONS["try"],
         allow_abbrev=False
     )  # fmt: skip
+    _add_program_options(parser)
     add = parser.add_argument
-    add("-m", dest="module", metavar="MODULE", help="try a module instead of a script")
     add("--steps", type=_parse_count, default=200, metavar="N", help="end each run after N steps (default: 200)")
     add("--rounds", type=_parse_count, default=3, metavar="N", help="runs of each trial (default: 3)")
     add(
@@ -233,9 +237,6 @@ def try_parser() -> argparse.ArgumentParser:
     )
     add("--timeout", type=_parse_timeout, default=600.0, metavar="SECONDS", help="longest run (default: 600)")
     add("--json", action="store_true", help=_JSON_HELP)
-    add("--replicas", type=_parse_replicas, metavar="N", help="as for a run")
-    add("--devices", type=_parse_devices, metavar="LIST", help="as for a run")
-    add("--python", metavar="PYTHON", help=_PYTHON_HELP)
     return parser
 
 
@@ -270,7 +271,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--python", metavar="PYTHON", help="the Python that would run the script")
     if command == "ls":
         add("--json", action="store_true", help="one JSON object per line")
-        add("--script", metavar="SCRIPT", help="the metrics of this script over its runs, oldest to newest")
     if command == "status":
         add("--all", action="store_true", help="all runs")
         add("--wait", choices=WAIT_STATES, metavar="STATE", help=f"wait for a state: {', '.join(WAIT_STATES)}")
@@ -280,10 +280,10 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     if command == "keep":
         add("--not", dest="kept", action="store_false", help="end the protection")
     if command == "compare":
-        percent_options: dict[str, Any] = {"type": _parse_percent, "metavar": "PERCENT"}
         add(
             "--fail-if-slower",
-            **percent_options,
+            type=_parse_percent,
+            metavar="PERCENT",
             help="exit with 4 if step time grew by more than this, such as 5%%",
         )
         add(
@@ -292,8 +292,9 @@ def command_parser(command: str) -> argparse.ArgumentParser:
             action="append",
             help="apply --fail-if-slower to this phase instead (repeatable)",
         )
-        add("--memory", **percent_options, help="exit with 4 if peak memory grew by more than this")
-    if command in ("report", "compare"):
+        add("--json", action="store_true", help=_JSON_HELP)
+        add("-o", "--output", metavar="FILE", help="output file (default: standard output)")
+    if command == "report":
         output_group = parser.add_mutually_exclusive_group()
         output_group.add_argument("--json", action="store_true", help=_JSON_HELP)
         output_group.add_argument("--html", action="store_true", help="a self-contained page with plots")
@@ -355,13 +356,6 @@ def _split_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple
         if word.startswith("-m") and not word.startswith("--"):
             break
     return own_words, list(words[index:]), False
-
-
-def suggest_command(word: str) -> str | None:
-    """Return the command that the misspelled `word` probably means; None if no command is similar."""
-    import difflib
-
-    return next(iter(difflib.get_close_matches(word, COMMANDS, 1, 0.7)), None)
 
 
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:

@@ -13,7 +13,6 @@ from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.cli.status_stream import status_members
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
-from dpmon.model.json_fields import fields_of
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
@@ -29,6 +28,7 @@ from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.store_opening import open_store
 from dpmon.text.cells import text_for_stream
+from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import (
     UNKNOWN,
     format_bytes_of_total,

@@ -18,14 +18,6 @@ from pathlib import Path
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.epoch_progress import NO_STEP, format_progress, without_time
-from dpmon.model.json_fields import (
-    communication_fields,
-    fields_of,
-    loss_fields,
-    phase_fields,
-    progress_fields,
-    rank_fields,
-)
 from dpmon.model.nodes import NodeStatus
 from dpmon.model.run_snapshot import Process, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
@@ -33,7 +25,9 @@ from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import throughput_of
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
+from dpmon.report import tables
 from dpmon.report.health import Health, assess_health, assess_live_run
+from dpmon.report.report_json import communication_fields, loss_fields, progress_fields, rank_time_members
 from dpmon.run.output_target import is_stream, open_stream, open_truncated
 from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
 from dpmon.run.run_reader import RunReader
@@ -41,6 +35,7 @@ from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.store.store_opening import open_store
+from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import (
     format_calls_so_far,
     format_compact,
@@ -169,7 +164,7 @@ def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now
     if len(training_processes) > 1:
         times_by_process = {rank.process: rank for rank in snapshot.ranks}
         members["ranks"] = [
-            {**_rank_members(process), **rank_fields(times_by_process.get(process.process))}
+            {**_rank_members(process), **rank_time_members(times_by_process.get(process.process))}
             for process in training_processes[:_MAX_RANKS]
         ]
     if snapshot.nodes:
@@ -248,7 +243,7 @@ def _untimed_reason(process: Process) -> str | None:
 def _phase_members(stats: StepStats, *, of_call: bool) -> dict[str, object]:
     """Return the phases that ran: those of the calls if `of_call`, else those of the step."""
     phases = {definition.name: stats.phase(definition.name) for definition in PHASES if definition.of_call == of_call}
-    return {name: phase_fields(phase) for name, phase in phases.items() if phase is not None}
+    return {name: tables.PHASES.as_json(phase) for name, phase in phases.items() if phase is not None}
 
 
 def _node_members(node: NodeStatus, now_ns: int) -> dict[str, object]:

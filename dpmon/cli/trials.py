@@ -13,24 +13,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpmon.cli.commands import render_document, write_output
 from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
 from dpmon.model.compared_run import ComparedRun
+from dpmon.model.comparison_stats import Change
 from dpmon.model.findings.finding_evidence import data_share
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
+from dpmon.report.health import exit_sentence
 from dpmon.report.report_data import analyze_run, collect_report_data
-from dpmon.report.sentences import exit_sentence
 from dpmon.run.lifecycle import run_state
-from dpmon.run.run_directory import RunError, load_info
+from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_registry import find_run, short_name
 from dpmon.run.run_signals import stop_run, wait_for_record
 from dpmon.sanitize import sanitize_line, to_safe_json
@@ -47,6 +48,9 @@ _THREADS_PREFIX = "threads-"
 _LIVE_STATES = ("running", "starting", "ending", "unsupervised")
 _BASELINE = "as-is"
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MEANINGLESS_NOTE = (
+    "The losses and checkpoints of these runs are meaningless: they are short, and trials change the computation."
+)
 _GAIN_NOTE = (
     "max. gain: the largest share of step time that the change can save, by the times of the first unchanged run."
 )
@@ -62,8 +66,8 @@ class Trial(NamedTuple):
     """Options of dpmon."""
     command: tuple[str, ...] | None = None
     """The command; None for the unchanged one."""
-    threads: int | None = None
-    """OMP_NUM_THREADS."""
+    variables: Mapping[str, str] = {}
+    """Environment variables."""
     metric: str = "step"
     max_saving: float | None = None
     """The largest share of step time (0 to 1) that the change can save; None if no bound is known."""
@@ -77,25 +81,22 @@ def try_changes(options: argparse.Namespace) -> int:
     print_message(
         f"each run ends after {options.steps} steps: what the script writes (checkpoints, results) is meaningless"
     )
-    runner = _TrialRunner(options)
     base = Trial(_BASELINE, "nothing")
-    runs: dict[str, list[ComparedRun]] = {_BASELINE: []}
-    first_directory = runner.run(base, 1)
+    first_directory = _run_trial(options, base, 1)
+    runs = {_BASELINE: [read_compared_run(first_directory)]}
+    if runs[_BASELINE][0].mode is None:
+        raise RunError(f"no step was traced in {runs[_BASELINE][0].name}: there is nothing to try")
     with open_store(first_directory) as store:
-        _, exit_info = run_state(first_directory, load_info(first_directory))
-        run = analyze_run(store, first_directory, exit_info)
-        thread_trials = (name for name in options.only or () if name.startswith(_THREADS_PREFIX))
-        thread_counts = [int(name.removeprefix(_THREADS_PREFIX)) for name in thread_trials]
+        run = analyze_run(store, first_directory, load_exit(first_directory))
+        requested = options.only or ()
+        thread_counts = [
+            int(name.removeprefix(_THREADS_PREFIX)) for name in requested if name.startswith(_THREADS_PREFIX)
+        ]
         trials, absent = plan_trials(run, tuple(options.words), os.environ.get("OMP_NUM_THREADS"), thread_counts)
-    first_run = read_compared_run(first_directory)
-    runs[_BASELINE].append(first_run)
-    if first_run.mode is None:
-        raise RunError(f"no step was traced in {first_run.name}: there is nothing to try")
-    names = options.only or [trial.name for trial in trials]
-    for name in names:
+    for name in requested:
         if name in absent:
             print_message(f"{name} is not tried: {absent[name]}")
-    trials = [trial for trial in trials if trial.name in names]
+    trials = [trial for trial in trials if not requested or trial.name in requested]
     if not trials:
         raise RunError("there is nothing left to try")
     for trial in trials:
@@ -106,16 +107,18 @@ def try_changes(options: argparse.Namespace) -> int:
             if trial.name in absent:
                 continue
             try:
-                runs.setdefault(trial.name, []).append(read_compared_run(runner.run(trial, round_number)))
+                directory = _run_trial(options, trial, round_number)
             except RunError as error:
                 if trial is base:
                     raise
                 absent[trial.name] = str(error)
                 print_message(f"stopped trying {trial.name}: {error}")
-    trials = [trial for trial in trials if trial.name not in absent]
+            else:
+                runs.setdefault(trial.name, []).append(read_compared_run(directory))
     results = [
         TrialResult(trial, compare_runs(runs[_BASELINE], runs[trial.name]).compared.get(trial.metric))
         for trial in trials
+        if trial.name not in absent
     ]
     if options.json:
         text = _results_as_json(results, runs, absent)
@@ -130,71 +133,55 @@ def _exit_on_signal(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-class _TrialRunner:
-    """A runner of short runs, which end after a number of steps."""
+def _run_trial(options: argparse.Namespace, trial: Trial, round_number: int) -> Path:
+    """Run the command once and stop it after its steps; return the run's directory. RunError if the command fails."""
+    name = f"try-{os.getpid()}-{trial.name}-{round_number}"
+    passed_options = [
+        f"--{option}={value}" for option in ("python", "replicas", "devices") if (value := getattr(options, option))
+    ]
+    words = [*passed_options, *trial.options, "--no-loss", "--name", name, "--detach"]
+    words += ["--"] if options.module is None else ["-m", options.module]
+    try:
+        started = subprocess.run(
+            [sys.executable, "-m", "dpmon", *words, *(trial.command or options.words)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **trial.variables},
+            check=False,
+        )
+        if started.returncode:
+            _, _, last_line = started.stderr.strip().rpartition("\n")
+            raise RunError(sanitize_line(last_line.removeprefix("dpmon: "), 500))
+        directory = find_run(name)
+        run_name = short_name(load_info(directory))
+        print_message(f"{trial.name}, run {round_number} of {options.rounds}: {run_name}")
+        _wait_for_steps(directory, options.steps, options.timeout)
+    except (KeyboardInterrupt, SystemExit):
+        print_message(f"stopping {name}")
+        raise
+    finally:
+        _stop_run_named(name)
+    exit_info, steps = load_exit(directory), _max_steps(directory)
+    has_ended_alone = exit_info is not None and not exit_info.stopped
+    if exit_info is not None and has_ended_alone and exit_info.status:
+        last_lines = collect_report_data(directory).last_output
+        line = f": {sanitize_line(last_lines[-1], 300)}" if last_lines else ""
+        raise RunError(f"{run_name} {exit_sentence(exit_info)}{line}")
+    if steps < options.steps:
+        reason = "ended on its own" if has_ended_alone else "was stopped by --timeout"
+        print_message(f"{run_name} {reason} after {format_count_with_noun(steps, 'step')}")
+    return directory
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._name = f"try-{os.getpid()}"
 
-    def run(self, trial: Trial, round_number: int) -> Path:
-        """Run the command once; return the run's directory. RunError if the command fails."""
-        options = self._options
-        name = f"{self._name}-{trial.name}-{round_number}"
-        passed_options = [
-            f"--{option}={value}" for option in ("python", "replicas", "devices") if (value := getattr(options, option))
-        ]
-        dpmon_words = [*passed_options, *trial.options, "--no-loss", "--name", name, "--detach"]
-        dpmon_words += ["--"] if options.module is None else ["-m", options.module]
-        environ = dict(os.environ)
-        if trial.threads is not None:
-            environ["OMP_NUM_THREADS"] = str(trial.threads)
-        command = [
-            sys.executable,
-            "-m",
-            "dpmon",
-            *dpmon_words,
-            *(options.words if trial.command is None else trial.command),
-        ]
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, check=False
-            )
-            if done.returncode:
-                _, _, last_line = done.stderr.strip().rpartition("\n")
-                raise RunError(sanitize_line(last_line.removeprefix("dpmon: "), 500))
-            directory = find_run(name)
-            print_message(f"{trial.name}, run {round_number} of {options.rounds}: {short_name(load_info(directory))}")
-            self._wait_for_steps(directory)
-        except (KeyboardInterrupt, SystemExit):
-            print_message(f"stopping {name}")
-            raise
-        finally:
-            _stop_run_named(name)
-        self._check_outcome(directory)
-        return directory
-
-    def _wait_for_steps(self, directory: Path) -> None:
-        run_info, deadline = load_info(directory), time.monotonic() + self._options.timeout
-        while time.monotonic() < deadline and _max_steps(directory) < self._options.steps:
-            state, _ = run_state(directory, run_info)
-            if state not in _LIVE_STATES:
-                return
-            time.sleep(_POLL_S)
-
-    def _check_outcome(self, directory: Path) -> None:
-        """Print a line if a run has fewer steps than requested; RunError if the command has failed."""
-        run_info = load_info(directory)
-        (_, exit_info), steps = run_state(directory, run_info), _max_steps(directory)
-        if exit_info is not None and exit_info.status and not exit_info.stopped:
-            last_lines = collect_report_data(directory).last_output
-            line = f": {sanitize_line(last_lines[-1], 300)}" if last_lines else ""
-            raise RunError(f"{short_name(run_info)} {exit_sentence(exit_info, '')}{line}")
-        if steps < self._options.steps:
-            reason = (
-                "ended on its own" if exit_info is not None and not exit_info.stopped else "was stopped by --timeout"
-            )
-            print_message(f"{short_name(run_info)} {reason} after {format_count_with_noun(steps, 'step')}")
+def _wait_for_steps(directory: Path, steps: int, timeout_s: float) -> None:
+    """Wait until a process has this many steps, the run has ended, or the time is over."""
+    run_info, deadline = load_info(directory), time.monotonic() + timeout_s
+    while time.monotonic() < deadline and _max_steps(directory) < steps:
+        state, _ = run_state(directory, run_info)
+        if state not in _LIVE_STATES:
+            return
+        time.sleep(_POLL_S)
 
 
 def _max_steps(directory: Path) -> int:
@@ -236,7 +223,9 @@ def plan_trials(
     else:
         changes = f"the data: the first {CACHED_BATCHES} batches of each loader, repeated"
         saves = data_share(mode.settled_stats) if rank_count == 1 else None
-        trials.append(Trial("cached-batches", changes, ("--replay", str(CACHED_BATCHES)), max_saving=saves))
+        trials.append(
+            Trial("cached-batches", changes, variables={"DPMON_REPLAY": str(CACHED_BATCHES)}, max_saving=saves)
+        )
     if mode is None or mode.mode != "dp":
         absent["single"] = "the script does not run under DataParallel"
     else:
@@ -252,7 +241,9 @@ def plan_trials(
         if str(count) == threads:
             absent[f"{_THREADS_PREFIX}{count}"] = f"OMP_NUM_THREADS is {count}"
         else:
-            trials.append(Trial(f"{_THREADS_PREFIX}{count}", "OMP_NUM_THREADS", threads=count))
+            trials.append(
+                Trial(f"{_THREADS_PREFIX}{count}", "OMP_NUM_THREADS", variables={"OMP_NUM_THREADS": str(count)})
+            )
     return trials, absent
 
 
@@ -295,52 +286,55 @@ class TrialResult(NamedTuple):
 
 def _build_document(
     results: Sequence[TrialResult],
-    runs: dict[str, list[ComparedRun]],
-    absent: dict[str, str],
+    runs: Mapping[str, Sequence[ComparedRun]],
+    absent: Mapping[str, str],
     options: argparse.Namespace,
 ) -> Document:
-    base, *_ = runs[_BASELINE]
-    headers = ("trial", "metric", _BASELINE, "changed", "change", "max. gain")
-    scaling = []
+    base = runs[_BASELINE][0]
+    parts: list[Part] = []
+    if results:
+        headers = ("trial", "metric", _BASELINE, "changed", "change", "max. gain")
+        parts.append(Table(headers, [result.table_cells for result in results]))
     for result in results:
         if result.trial.name == "one-rank" and result.row is not None and result.row.change is not None:
-            rank_count = base.set_up["ranks"] or "1"
-            efficiency = format_percent(1 / result.row.change.ratio / int(rank_count))
-            scaling.append(
-                f"scaling efficiency: {rank_count} ranks reach {efficiency} of {rank_count} times one rank's samples/s"
+            ranks = base.set_up["ranks"] or "1"
+            efficiency = format_percent(1 / result.row.change.ratio / int(ranks))
+            parts.append(
+                Paragraph(f"scaling efficiency: {ranks} ranks reach {efficiency} of {ranks} times one rank's samples/s")
             )
-    result_parts: list[Part] = [Table(headers, [result.table_cells for result in results])] if results else []
-    result_parts += map(Paragraph, scaling)
     if any(result.trial.max_saving is not None for result in results):
-        result_parts.append(Paragraph(_GAIN_NOTE))
-    sections = [
-        Section("Trial results", result_parts),
+        parts.append(Paragraph(_GAIN_NOTE))
+    sections = (
+        Section("Trial results", parts),
         Section("What each trial changes", [Paragraph(result.explanation) for result in results], ", and its interval"),
         Section("Not tried", [Paragraph(f"{name}: {reason}") for name, reason in absent.items()]),
-    ]
-    facts = [
-        "The losses and checkpoints of these runs are meaningless: they are short, and trials change the computation.",
-    ]
-    title = f"trials of {sanitize_line(base.set_up['script'] or '', 200)}"
-    plan_text = f"{format_count_with_noun(options.rounds, 'run')} of up to {options.steps} steps each, alternating"
-    non_empty = tuple(section for section in sections if section.parts)
-    return Document(title, plan_text, "tried", "dpmon ls lists them", facts, non_empty)
-
-
-def _results_as_json(results: Sequence[TrialResult], runs: dict[str, list[ComparedRun]], absent: dict[str, str]) -> str:
-    def row(result: TrialResult) -> dict[str, Any]:
-        change = None if result.row is None else result.row.change
-        return {
-            "trial": result.trial.name,
-            "changes": result.trial.changes,
-            "figure": result.trial.metric,
-            "saves": result.trial.max_saving,
-            "runs": [run.name for run in runs[result.trial.name]],
-            **{name: getattr(change, name, None) for name in ("ratio", "low", "high", "least", "most")},
-        }
-
-    names = [run.name for run in runs[_BASELINE]]
-    return (
-        to_safe_json({"schema": SCHEMA, "runs": names, "trials": [*map(row, results)], "absent": absent}, indent=1)
-        + "\n"
     )
+    return Document(
+        f"trials of {sanitize_line(base.set_up['script'] or '', 200)}",
+        f"{format_count_with_noun(options.rounds, 'run')} of up to {options.steps} steps each, alternating",
+        "tried",
+        "dpmon ls lists them",
+        [_MEANINGLESS_NOTE],
+        [section for section in sections if section.parts],
+    )
+
+
+def _results_as_json(
+    results: Sequence[TrialResult], runs: Mapping[str, Sequence[ComparedRun]], absent: Mapping[str, str]
+) -> str:
+    names = {name: [run.name for run in trial_runs] for name, trial_runs in runs.items()}
+    trials = []
+    for trial, row in results:
+        change = None if row is None else row.change
+        trials.append(
+            {
+                "trial": trial.name,
+                "changes": trial.changes,
+                "figure": trial.metric,
+                "saves": trial.max_saving,
+                "runs": names[trial.name],
+                **{name: getattr(change, name, None) for name in Change._fields},
+            }
+        )
+    members = {"schema": SCHEMA, "runs": names[_BASELINE], "trials": trials, "absent": absent}
+    return to_safe_json(members, indent=1) + "\n"

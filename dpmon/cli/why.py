@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
-from dpmon.model.json_fields import fields_of
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.record.typed_json import to_json
@@ -26,6 +25,7 @@ from dpmon.stalls.why_reply import request_and_wait
 from dpmon.stalls.why_text import NOT_STALLED, format_frames, format_report
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
+from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import format_elapsed
 
 

@@ -141,18 +141,15 @@ def _local_dpmon_command() -> tuple[str, ...]:
     return (sys.executable, "-m", "dpmon")
 
 
-def run_on_hosts(
-    hosts: Sequence[RemoteHost], words: Sequence[str], *, silent_s: float = _MAX_SILENCE_S
-) -> list[HostOutput]:
-    """Run dpmon with `words` on all hosts, some at a time, and return one output per host.
-
-    `silent_s`: how long a host may print nothing. Commands end at the latest after _MAX_RUN_S and `silent_s`.
-    """
-    limit_s = _MAX_RUN_S + silent_s
+def run_on_hosts(hosts: Sequence[RemoteHost], words: Sequence[str]) -> list[HostOutput]:
+    """Run dpmon with `words` on all hosts, some at a time, and return one output per host."""
+    limit_s = _MAX_RUN_S + _MAX_SILENCE_S
     outputs = [HostOutput([], f"it did not end within {limit_s:.0f} s") for _ in hosts]
     received_bytes, running = [0] * len(hosts), set(range(len(hosts)))
     deadline_s = time.monotonic() + limit_s
-    links = NodeLinks(len(hosts), lambda node: [*hosts[node].command_prefix, *words], once=True, silent_s=silent_s)
+    links = NodeLinks(
+        len(hosts), lambda node: [*hosts[node].command_prefix, *words], once=True, silent_s=_MAX_SILENCE_S
+    )
     try:
         while running and time.monotonic() < deadline_s:
             for report in links.poll(1.0):
@@ -175,14 +172,12 @@ def run_on_hosts(
     return outputs
 
 
-def run_dpmon_on_hosts(
-    hosts: Sequence[RemoteHost], words: Sequence[str], *, silent_s: float = _MAX_SILENCE_S
-) -> tuple[list[RemoteHost], list[HostOutput]]:
+def run_dpmon_on_hosts(hosts: Sequence[RemoteHost], words: Sequence[str]) -> tuple[list[RemoteHost], list[HostOutput]]:
     """Do the same as `run_on_hosts`, and try this dpmon's path on hosts where dpmon is not in the PATH.
 
     Returns the hosts, with the words for dpmon that worked, and their outputs.
     """
-    resolved, outputs = list(hosts), run_on_hosts(hosts, words, silent_s=silent_s)
+    resolved, outputs = list(hosts), run_on_hosts(hosts, words)
     missing = [
         index
         for index, output in enumerate(outputs)
@@ -190,7 +185,7 @@ def run_dpmon_on_hosts(
     ]
     if missing and PLAIN_WORD.fullmatch(sys.executable):
         retried = [hosts[index]._replace(dpmon=_local_dpmon_command()) for index in missing]
-        for index, host, output in zip(missing, retried, run_on_hosts(retried, words, silent_s=silent_s), strict=True):
+        for index, host, output in zip(missing, retried, run_on_hosts(retried, words), strict=True):
             if not output.why:
                 resolved[index], outputs[index] = host, output
     return resolved, outputs

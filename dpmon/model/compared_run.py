@@ -10,12 +10,10 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
-from dpmon.model.json_fields import ms
 from dpmon.model.mode_comparison import is_compared
 from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ProcessInfo
-from dpmon.model.step_history import Bin
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
@@ -23,6 +21,7 @@ from dpmon.store.activity_times import read_times
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.tally_tables import read_tally_rows
+from dpmon.text.fact_table import ms
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
 BETWEEN = "between"
@@ -117,8 +116,6 @@ class ComparedRun:
     """The command, its settings and the hardware, by label; None if unknown."""
     measured: Mapping[str, float]
     """The known values of dpmon.model.run_comparison.MEASURED_CONDITIONS."""
-    bins: Sequence[Bin]
-    """Its steps over time."""
     mode: str | None
     """The mode with most steps; None without steps."""
     rows: Sequence[tuple[int, Tally]]
@@ -139,12 +136,6 @@ class ComparedRun:
     """Whether its steps train; if it never trains, they are its most frequent kind of steps."""
     unread_warning: str | None = None
     """See `Store.unread_warning`."""
-
-    @property
-    def ranks_seen(self) -> str | None:
-        """How many of the ranks have records ("2 of 4"); None if all have."""
-        ranks = self.set_up["ranks"]
-        return ranks if ranks is not None and " of " in ranks else None
 
     @property
     def main_batch(self) -> int | None:
@@ -213,12 +204,10 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
                 steps_by_batch[key.batch] += tally.steps
     switched = {"mode switched": _switched_mode(run, main_mode)}
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
-    bins = [time_bin for time_bin in run.binned_steps.bins if time_bin.mode == main_mode and not time_bin.other_kind]
     return ComparedRun(
         **about,
         set_up={**switched, **given, **_setup_labels(run, main_mode, steps_by_batch)},
         measured=_hardware_conditions(run),
-        bins=bins,
         mode=main_mode,
         rows=rows,
         steps_by_batch=steps_by_batch,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dpmon.model.run_snapshot import Process
 
-HOST = "host"
-"""The key in a mode's peaks for the sampled memory of all processes of the run."""
 TRIFLE_BYTES = 1 << 20
 """If GPUs have rows, the host gets a row only with at least this many bytes."""
 
@@ -47,14 +45,11 @@ def memory_of_processes(processes: Iterable[Process], focus: Process | None) -> 
     return memory_by_device(records, len(together) - len(records))
 
 
-def memory_by_device(records: Iterable[Mapping[str, object]], unmeasured: int = 0) -> list[DeviceMemory]:
+def memory_by_device(records: Iterable[Mapping[str, Any]], unmeasured: int = 0) -> list[DeviceMemory]:
     """Return one row per device, by name, from the newest `memory` record of each process that has one."""
     rows: dict[str, DeviceMemory] = {}
     for record in records:
-        devices = record.get("devices")
-        for entry in devices if isinstance(devices, list) else ():
-            if not isinstance(entry, Mapping) or not isinstance(entry.get("device"), str):
-                continue
+        for entry in record["devices"]:
             new = _parse_device(entry)
             previous = rows.get(new.device)
             rows[new.device] = new if previous is None else _merge(previous, new)
@@ -84,12 +79,10 @@ def _is_negligible(row: DeviceMemory) -> bool:
     return row.device.partition(":")[0] == "cpu" and sum(part or 0 for part in row[1:5]) < TRIFLE_BYTES
 
 
-def _parse_device(device: Mapping[str, object]) -> DeviceMemory:
-    parts = [_bytes(device.get(f"{name}_bytes")) for name in DeviceMemory._fields[1:6]]
-    absent = device.get("absent")
-    reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
+def _parse_device(device: Mapping[str, Any]) -> DeviceMemory:
+    parts = [device.get(f"{name}_bytes") for name in DeviceMemory._fields[1:6]]
     known = [int(part is not None) for part in parts[:4]]
-    return DeviceMemory._make((str(device["device"]), *parts, reasons, 1, known))
+    return DeviceMemory._make((device["device"], *parts, device.get("absent", {}), 1, known))
 
 
 def _merge(first: DeviceMemory, second: DeviceMemory) -> DeviceMemory:
@@ -100,7 +93,3 @@ def _merge(first: DeviceMemory, second: DeviceMemory) -> DeviceMemory:
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
     known = [a + b for a, b in zip(first.known, second.known, strict=True)]
     return DeviceMemory._make((first.device, *parts, None, reasons, first.processes + second.processes, known))
-
-
-def _bytes(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

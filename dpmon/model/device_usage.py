@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.model.mode_comparison import Peak
+from dpmon.model.device_memory import memory_by_device
 from dpmon.model.run_snapshot import DeviceHistory, ModeChange
-from dpmon.record.record_specs import RECORDS
-from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
-from dpmon.store.device_rollups import DeviceRollup, read_host_memory
+from dpmon.store.device_rollups import DeviceRollup
 from dpmon.store.events import ChartSample, read_chart_samples, read_newest_memory, read_sample
 from dpmon.store.node_table import NODE_DEVICES
 from dpmon.store.table import LAST_NS
@@ -29,9 +26,8 @@ HISTORY_S = 640
 _GAP_S = 5
 """Shortest time without a sample that is shown as a gap. In a shorter one, the last value is repeated."""
 _HOST = -1
-_VISITS = 16
-"""Number of mode switches to search for peaks."""
-_MINUTE = 60 * SECOND
+_MODES_SEARCHED = 16
+"""Number of times in a mode that are searched for peaks."""
 _Values = tuple[float | None, float | None, float | None]
 POINTS = 400
 """Most time buckets per device."""
@@ -44,10 +40,6 @@ _HIGHEST = {
     "power_w": "power_max",
 }
 """Members of records that are reported by their highest value, and the fields of DeviceUsage that hold it."""
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "integer": int, "number": (int, float), "text": str, "boolean": bool, "list": list, "object": dict
-}  # fmt: skip
-_DECLARED = {field.name: _TYPES[field.type] for kind in ("device", "host") for field in RECORDS[kind].fields}
 
 
 @dataclass(slots=True)
@@ -86,25 +78,19 @@ class DeviceSampleCache:
     _last_id: int = 0
     _until_ns: int = -1
     _node: int | None = None
-    host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
-    """Host memory of the run's processes: time in ns, and bytes."""
 
     def read(self, store: Store, node: int | None = None) -> None:
         """Read the new samples up to the time of `store`; `node`: those of a node of several."""
         if store.until_ns < self._until_ns or node != self._node:
             self._tracks, self._last_id = {}, 0
-            self.host.clear()
         self._until_ns, self._node = store.until_ns, node
         for sample in read_chart_samples(store, HISTORY_S * SECOND, self._last_id, node):
             self._last_id = max(self._last_id, sample.id)
             self._tracks.setdefault(sample.device, _DeviceWindow()).add(sample)
-            if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
-                self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
             event = read_sample(store, track.id)
-            # Only fields of their declared types: a record from another writer may hold anything.
-            data = event.data.items() if event is not None else ()
-            track.data = {name: value for name, value in data if isinstance(value, _DECLARED.get(name, ()))}
+            members = {} if event is None else event.data
+            track.data = {name: value for name, value in members.items() if value is not None}
 
     def devices(self) -> dict[int, DeviceHistory]:
         """Return the GPUs by index; on one of several nodes, by their index there."""
@@ -118,122 +104,36 @@ class DeviceSampleCache:
 # ------------------------------------------------------------------------------------------------ memory by mode
 
 
-class ModePeriod(NamedTuple):
-    """A time in one mode: its first step, and its start."""
-
-    mode: str
-    step: int
-    begin_ns: int
-
-
-def mode_periods(changes: Iterable[ModeChange], process: int) -> list[ModePeriod]:
-    """Return the times in each mode of a process, in order.
+def mode_starts(changes: Iterable[ModeChange], process: int) -> list[tuple[str, int]]:
+    """Return the modes of a process and their starts (ns), in order.
 
     A process with several roots is in dp while one of them is.
     """
     by_root: dict[str, str] = {}
-    periods: list[ModePeriod] = []
+    starts: list[tuple[str, int]] = []
     for change in changes:
         if change.process == process and change.t_ns is not None:
             by_root[change.root] = change.mode
             mode = "dp" if "dp" in by_root.values() else change.mode
-            if not periods or periods[-1].mode != mode:
-                periods.append(ModePeriod(mode, change.step or 0, change.t_ns))
-    return periods
+            if not starts or starts[-1][0] != mode:
+                starts.append((mode, change.t_ns))
+    return starts
 
 
-def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> dict[str, dict[str, Peak]]:
-    """Return torch's peak of allocated memory by mode and device.
+def read_peaks_by_mode(store: Store, process: int, starts: Sequence[tuple[str, int]]) -> dict[str, dict[str, int]]:
+    """Return torch's peak of allocated memory (bytes) by mode and device, for the modes in which it rose.
 
-    The peak never falls, so a peak that did not grow in a mode is only an upper bound for that mode.
+    The peak never falls, so that of a mode which needs less than an earlier one is unknown. `starts`: of each mode.
     """
-    peaks_by_mode: dict[str, dict[str, Peak]] = {}
-    earlier_bytes: dict[str, int] = {}
-    first_index = max(len(periods) - _VISITS, 0)
-    for index, period in list(enumerate(periods))[first_index:]:
-        end_ns = periods[index + 1].begin_ns if index + 1 < len(periods) else LAST_NS
-        is_only_mode = len({earlier.mode for earlier in periods[: index + 1]}) == 1
+    peaks_by_mode: dict[str, dict[str, int]] = {mode: {} for mode, _ in starts}
+    highest: dict[str, int] = {}
+    recent = starts[-_MODES_SEARCHED:]
+    for (mode, _), end_ns in zip(recent, [*(start_ns for _, start_ns in recent[1:]), LAST_NS], strict=True):
         event = read_newest_memory(store, [process], end_ns).get(process)
-        listed = event.data.get("devices") if event is not None else None
-        peaks = peaks_by_mode.setdefault(period.mode, {})
-        for device in listed if isinstance(listed, list) else ():
-            if not isinstance(device, Mapping):
-                continue
-            name, peak = text_member(device, "device"), int_member(device, "peak_bytes")
-            if name is None or peak is None or peak < 0:
-                continue
-            previous = peaks.get(name)
-            has_grown = index > first_index and peak > earlier_bytes.get(name, 0)
-            earlier_bytes[name] = peak
-            if is_only_mode or has_grown:
-                peaks[name] = Peak(
-                    max(peak, previous.bytes if previous is not None and previous.exact else 0), exact=True
-                )
-            elif previous is None or not previous.exact:
-                peaks[name] = Peak(peak, exact=False)
+        for row in memory_by_device([] if event is None else [event.data]):
+            if row.peak is not None and row.peak > highest.get(row.device, 0):
+                highest[row.device] = peaks_by_mode[mode][row.device] = row.peak
     return peaks_by_mode
-
-
-@dataclass(slots=True)
-class HostPeaks:
-    """The peak host memory of the run's processes by mode."""
-
-    _of: tuple[int, Sequence[ModePeriod]] = (-1, ())
-    """The first minute of the samples, and the times in each mode."""
-    _before: dict[str, Peak] = field(default_factory=dict)
-    """The peaks before this minute: of each minute, one peak is known."""
-
-    def read(self, store: Store, samples: DeviceSampleCache, periods: Sequence[ModePeriod]) -> dict[str, Peak]:
-        """Return the peaks up to the newest of the samples."""
-        if not samples.host:
-            return {}
-        first_ns = samples.host[0][0] - _MINUTE
-        if self._of != (first_ns // _MINUTE, periods):
-            self._of = first_ns // _MINUTE, periods
-            self._before = _peaks_from_minutes(read_host_memory(store, 0, first_ns), periods)
-        peaks, times, values = dict(self._before), *zip(*samples.host, strict=True)
-        starts = [0, *(bisect_left(times, period.begin_ns) for period in periods[1:]), len(times)]
-        for period, (start, end) in zip(periods, pairwise(starts), strict=True):
-            if start < end:
-                _keep_peak(peaks, period.mode, max(values[start:end]))
-        return peaks
-
-
-def _peaks_from_minutes(minutes: Sequence[tuple[int, int]], periods: Sequence[ModePeriod]) -> dict[str, Peak]:
-    """Return the peak per mode from peaks per minute.
-
-    A minute with several modes counts only for a mode that has no minute of its own.
-    """
-    peaks: dict[str, Peak] = {}
-    mixed: list[tuple[str, int]] = []
-    for start, peak in minutes:
-        modes = _modes_between(periods, start, start + _MINUTE)
-        if len(modes) == 1:
-            _keep_peak(peaks, modes[0], peak)
-        else:
-            mixed += ((mode, peak) for mode in modes)
-    for mode, peak in mixed:
-        if mode not in peaks or not peaks[mode].exact:
-            _keep_peak(peaks, mode, peak, is_exact=False)
-    return peaks
-
-
-def _modes_between(periods: Sequence[ModePeriod], start_ns: int, end_ns: int) -> list[str]:
-    """Return the modes between two times, at least one."""
-    first = max(bisect_right(periods, start_ns, key=lambda visit: visit.begin_ns) - 1, 0)
-    last = max(bisect_right(periods, end_ns, key=lambda visit: visit.begin_ns), 1)
-    return list(dict.fromkeys(period.mode for period in periods[first:last]))
-
-
-def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, is_exact: bool = True) -> None:
-    """Raise a mode's peak. It is exact only if it exceeds the others': memory of other modes often stays allocated."""
-    previous = peaks.get(mode)
-    others = [peak.bytes for other, peak in peaks.items() if other != mode]
-    exact = is_exact and used > max(others, default=-1)
-    exact = exact or (previous is not None and previous.exact and used <= previous.bytes)
-    if previous is not None and (previous.exact or not exact):
-        used = max(used, previous.bytes)
-    peaks[mode] = Peak(used, exact)
 
 
 # ------------------------------------------------------------------------------------------------ over the whole run
@@ -283,19 +183,16 @@ class DeviceUsage:
             for index, (util, util_count, used, used_count) in sorted(self.sums.items())
         ]
 
-    def identify(self, data: Mapping[str, object]) -> None:
+    def identify(self, data: Mapping[str, Any]) -> None:
         """Update the names of a GPU, and the reasons why it was throttled."""
-        self.name = text_member(data, "name") or self.name
-        self.uuid = text_member(data, "uuid") or self.uuid
-        of_run = data.get("of_run")
-        if isinstance(of_run, bool):
+        self.name, self.uuid = data.get("name") or self.name, data.get("uuid") or self.uuid
+        if (of_run := data.get("of_run")) is not None:
             self.of_run = bool(self.of_run) or of_run
-        ordinals, throttle = data.get("ordinals"), data.get("throttle")
-        if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
-            self.called = text_member(ordinals[0], "device") or self.called
-        if isinstance(throttle, list):
+        if ordinals := data.get("ordinals"):
+            self.called = ordinals[0]["device"]
+        if (throttle := data.get("throttle")) is not None:
             self.throttle_samples += 1
-            self.throttled.update(reason for reason in throttle if isinstance(reason, str))
+            self.throttled.update(throttle)
 
     def update_maximum(self, key: str, value: float) -> None:
         """Raise the highest value of a metric, which is named as in the records."""
@@ -356,41 +253,37 @@ class DeviceUsageBuilder:
             self.tracks[index] = DeviceUsage(index)
         return self.tracks[index]
 
-    def _in_pause(self, t_ns: int | None) -> bool:
-        index = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
-        return t_ns is not None and index >= 0 and t_ns < self._paused[index][1]
+    def _in_pause(self, t_ns: int) -> bool:
+        index = bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
+        return index >= 0 and t_ns < self._paused[index][1]
 
-    def add_sample(self, kind: str, data: Mapping[str, object]) -> None:
-        """Add a `device` or `host` record; a value of another type counts as unknown."""
-        index = int_member(data, "index") if kind == "device" else _HOST - max(int_member(data, "node") or 0, 0)
-        if index is None:
-            return
-        track = self._track(index)
+    def add_sample(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Add a `device` or `host` record."""
+        track = self._track(data["index"] if kind == "device" else _HOST - (data.get("node") or 0))
         track.samples += 1
-        t_ns, used = ns_member(data, "t_s"), number_member(data, "mem_used_bytes")
-        util, paused = number_member(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
+        t_ns, used = int(data["t_s"] * SECOND), data.get("mem_used_bytes")
+        util, paused = data.get("util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
         if util is not None and not paused:
             track.util.append(util)
-        if (clock := number_member(data, "sm_clock_mhz")) is not None and not paused:
+        if (clock := data.get("sm_clock_mhz")) is not None and not paused:
             track.clocks.append(clock)
         for key in _HIGHEST:
-            if (value := number_member(data, key)) is not None:
+            if (value := data.get(key)) is not None:
                 track.update_maximum(key, float(value))
         if kind == "device":
             track.identify(data)
         else:
-            self.gpu_absent = text_member(data, "gpu_absent")
+            self.gpu_absent = data.get("gpu_absent")
             if not paused:
                 self._take_processors(data)
-            run_cpu_pct = number_member(data, "run_cpu_pct")
-            is_newer = t_ns is not None and (not self._at or t_ns > self._at[-1])
+            run_cpu_pct = data.get("run_cpu_pct")
+            is_newer = not self._at or t_ns > self._at[-1]
             # A record with a node is of one of several nodes.
-            if run_cpu_pct is not None and t_ns is not None and is_newer and data.get("node") is None:
+            if run_cpu_pct is not None and is_newer and data.get("node") is None:
                 self._spent.append(self._spent[-1] + run_cpu_pct / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
                 self._at.append(t_ns)
-        if t_ns is not None:
-            self.last_ns = max(self.last_ns, t_ns)
-            track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
+        self.last_ns = max(self.last_ns, t_ns)
+        track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
 
     def add_rollup(self, row: DeviceRollup) -> None:
         """Add one metric of a minute of deleted samples: its highest value, sum and number."""
@@ -404,12 +297,12 @@ class DeviceUsageBuilder:
         elif row.name == "mem_used_bytes":
             track.add_to_bucket(row.start_s + 30.0, (0.0, 0), (row.total, row.count))
 
-    def _take_processors(self, data: Mapping[str, object]) -> None:
+    def _take_processors(self, data: Mapping[str, Any]) -> None:
         """Add the CPU use, in total and by the run."""
-        cpus, use, run_pct, load = (number_member(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
-        if cpus is None or not 1 <= cpus < 1e6 or use is None or run_pct is None:
+        cpus, use, run_pct, load = (data.get(key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
+        if cpus is None or use is None or run_pct is None:
             return
-        self._cpus = int(cpus)
+        self._cpus = cpus
         self._use.append(use)
         self._others.append(max(use * cpus / 100 - run_pct / 100, 0.0))
         self._own.append(run_pct / 100)

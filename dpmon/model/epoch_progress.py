@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.record.record_types import Step
-from dpmon.record.safe_json import ns_member, text_member
 from dpmon.record.schema import SECOND, TRAINING
 from dpmon.store.events import read_events
 from dpmon.store.loader_loops import estimate_epoch_time_left
@@ -150,11 +149,9 @@ def _no_epoch_reason(last: Step) -> str:
 def _unknown_length_reason(store: Store, loop: LoaderLoop) -> str:
     """Return why the length of the loader is unknown."""
     for event in reversed(read_events(store, "loader", limit=64)):
-        absent = event.data.get("absent")
-        if event.data.get("process") == loop.process and event.data.get("dataset") == loop.dataset:
-            reason = text_member(absent, "batches") if isinstance(absent, Mapping) else None
-            if reason is not None:
-                return reason
+        same = (event.data["process"], event.data.get("dataset")) == (loop.process, loop.dataset)
+        if same and (reason := event.data.get("absent", {}).get("batches")) is not None:
+            return str(reason)
     return "the loader does not tell its length, or gave more batches"
 
 
@@ -181,9 +178,9 @@ def _epochs(
 
 def _read_pauses(store: Store, process: int) -> Spans:
     """Return start and end of the pauses of a process that the user has ended."""
-    ends = [event.data for event in read_events(store, "pause") if event.data.get("process") == process]
-    pauses = [(ns_member(end, "t_s"), ns_member(end, "paused_s")) for end in ends]
-    return [(end_ns - paused_ns, end_ns) for end_ns, paused_ns in pauses if end_ns and paused_ns]
+    ends = [event.data for event in read_events(store, "pause") if event.data["process"] == process]
+    spans = [(end["t_s"], end["paused_s"]) for end in ends if end.get("paused_s")]
+    return [(int((end_s - paused_s) * SECOND), int(end_s * SECOND)) for end_s, paused_s in spans]
 
 
 # ------------------------------------------------------------------------------------------------ words

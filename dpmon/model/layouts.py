@@ -13,7 +13,6 @@ from dpmon.record.record_types import UNTIMED, count_rows
 from dpmon.record.schema import TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.shapes import CallShape
-from dpmon.store.step_stats import merge_mode_tallies
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import replica_series, stage_series
@@ -25,20 +24,6 @@ _PARTS_NAMED = 4
 def format_sizes(inputs: str | None, outputs: str | None, unfinished: str = "sizes not seen") -> str:
     """Return the sizes received and returned as text; `unfinished` takes the place of unknown outputs."""
     return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
-
-
-class ReplicaSizes(NamedTuple):
-    """The inputs and outputs of one replica in calls of one kind, and their number; None: they were not seen."""
-
-    mode: str
-    root: str
-    replica: int
-    device: str
-    inputs: str | None
-    outputs: str | None
-    calls: int
-    kind: int = TRAINING
-    """A key of STEP_KINDS."""
 
 
 class StageSizes(NamedTuple):
@@ -57,10 +42,16 @@ class StageSizes(NamedTuple):
     """Why the device time is unknown, if the record gives a reason."""
 
     @property
-    def named_parts(self) -> str:
-        """The first parts, and the number of others."""
+    def flow(self) -> str:
+        """The first parts and the number of others, then the sizes received and returned."""
         more = len(self.parts) - _PARTS_NAMED
-        return ", ".join(self.parts[:_PARTS_NAMED]) + (f" and {more} more" if more > 0 else "")
+        parts = ", ".join(self.parts[:_PARTS_NAMED]) + (f" and {more} more" if more > 0 else "")
+        return f"{parts}: {format_sizes(self.inputs, self.outputs, 'not finished')}"
+
+    @property
+    def device_calls(self) -> int:
+        """Number of calls with a known device time."""
+        return self.on_device.count
 
 
 class IdleDeviceCounts(NamedTuple):
@@ -93,8 +84,32 @@ class ReplicaStats:
     virtual: bool = False
     time: SeriesStats = field(default_factory=SeriesStats)
     on_device: SeriesStats = field(default_factory=SeriesStats)
+    sizes: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
+    """Number of calls by their inputs and outputs; None: they were not seen."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of calls without a device time, by reason."""
+
+    @property
+    def label(self) -> str:
+        """Its root module, with its number under dp, or else with the mode."""
+        return f"{self.root} {self.replica if self.mode == 'dp' else self.mode or '?'}"
+
+    @property
+    def sizes_by_calls(self) -> list[tuple[str | None, str | None]]:
+        """The inputs and outputs, the most frequent first."""
+        return sorted(self.sizes, key=lambda sizes: (-self.sizes[sizes], *(size or "" for size in sizes)))
+
+    @property
+    def flow(self) -> str:
+        """The most frequent sizes received and returned, and the number of others."""
+        (inputs, outputs), *others = self.sizes_by_calls
+        more = f" (+{len(others)} other size{'s' if len(others) > 1 else ''})" if others else ""
+        return format_sizes(inputs, outputs) + more
+
+    @property
+    def device_calls(self) -> int:
+        """Number of calls with a known device time."""
+        return self.on_device.count
 
     @property
     def untimed(self) -> str | None:
@@ -151,27 +166,10 @@ class CallLayouts:
         """Return mode and kind of all calls."""
         return {(shape.mode, shape.kind) for shape, _ in self._shapes}
 
-    def replicas(self, has_several_processes: bool) -> list[ReplicaSizes]:
-        """Return the inputs and outputs of each replica, by mode, root and replica, then by calls.
-
-        `has_several_processes`: several processes train; then the list is empty if ranks made all calls of the run in
-        steps of one kind, because the table of the ranks has their sizes.
-        """
+    def have_only_ranks(self) -> bool:
+        """Return whether all calls are those of ranks in one mode, whose sizes the table of ranks has."""
         modes = {(_mode_of_calls(shape, layout), step_kind(shape.kind)) for shape, layout in self.known_shapes}
-        if has_several_processes and self.distributed is not None and len(modes) == 1:
-            return []
-        calls_by_sizes: Counter[ReplicaSizes] = Counter()
-        for shape, layout in self.known_shapes:
-            mode = _mode_of_calls(shape, layout)
-            for index, (inputs, outputs) in enumerate(shape.replicas):
-                device = layout.devices[index] if index < len(layout.devices) else "?"
-                sizes = self._sizes_text(shape.process, inputs), self._sizes_text(shape.process, outputs)
-                key = ReplicaSizes(mode, layout.root, index, device, *sizes, 0, step_kind(shape.kind))
-                calls_by_sizes[key] += shape.calls
-        return sorted(
-            (each._replace(calls=calls) for each, calls in calls_by_sizes.items()),
-            key=lambda sizes: (*sizes[:4], sizes.kind, -sizes.calls, sizes.inputs or "", sizes.outputs or ""),
-        )
+        return self.distributed is not None and len(modes) == 1
 
     def of_process(self, process: int) -> tuple[str, str | None, str | None, int]:
         """Return the devices, and of calls of the main kind, the most frequent inputs and outputs, and the number."""
@@ -188,8 +186,8 @@ class CallLayouts:
         devices = "?" if layout is None else " ".join(layout.devices)
         return (
             devices,
-            self._sizes_text(process, input_number),
-            self._sizes_text(process, output_number),
+            self.sizes_text(process, input_number),
+            self.sizes_text(process, output_number),
             sum(calls for (is_main, *_), calls in groups.items() if is_main),
         )
 
@@ -206,7 +204,7 @@ class CallLayouts:
             layout, stage = of_process.layouts.get(layout_number), of_process.stages.get(number)
             if layout is None or stage is None:
                 continue
-            key = layout.root, index, *stage, self._sizes_text(process, inputs), self._sizes_text(process, outputs)
+            key = layout.root, index, *stage, self.sizes_text(process, inputs), self.sizes_text(process, outputs)
             stage_sizes = stages.get(key) or StageSizes(*key, 0, SeriesStats(), SeriesStats(), None)
             series = stage_series(layout_number, index, number, inputs, outputs)
             for of, tally in tallies.items():
@@ -231,7 +229,7 @@ class CallLayouts:
                     reasons[reason] += shape.calls
         return reasons
 
-    def _sizes_text(self, process: int, sizes_number: int) -> str | None:
+    def sizes_text(self, process: int, sizes_number: int) -> str | None:
         """Return sizes as text: "[30, 5]" or "x [30, 5], mask [30]"; None if they were not seen.
 
         A DTensor has both shapes: "[15, 5] of [30, 5]".
@@ -288,30 +286,42 @@ def count_idle_devices(layouts: CallLayouts) -> list[IdleDeviceCounts]:
 def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[ReplicaStats]:
     """Return each replica with its rows and times, by kind of its calls.
 
-    `tallies`: of each process.
+    `tallies`: of each process. The mode of a step is not always that of its calls: a root that cannot be split also
+    runs as single in dp steps.
     """
     lines: dict[tuple[str, str, int, str, int], ReplicaStats] = {}
     splits: defaultdict[tuple[str, str, int], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
+    modes_of_layout: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    for shape, _ in layouts.known_shapes:
+        modes_of_layout[shape.process, shape.layout].add(shape.mode)
     timed: set[tuple[int, int, str, int]] = set()
     for shape, layout in layouts.known_shapes:
         mode, kind = _mode_of_calls(shape, layout), step_kind(shape.kind)
         layout_key = shape.process, shape.layout, shape.mode, kind
-        process_tallies = {} if layout_key in timed else tallies.get(shape.process, {})
-        times = merge_mode_tallies(process_tallies, shape.mode, kind)
+        other_modes = modes_of_layout[shape.process, shape.layout] - {shape.mode}
+        own_tallies = [
+            tally
+            for key, tally in tallies.get(shape.process, {}).items()
+            if layout_key not in timed and step_kind(key.kind) == kind and key.mode not in other_modes
+        ]
         timed.add(layout_key)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, input_number, layout) for input_number, _ in shape.replicas)
         splits[mode, layout.root, kind][rows] += shape.calls
-        for index, device in enumerate(layout.devices):
+        for index in range(max(len(layout.devices), len(shape.replicas))):
+            device = layout.devices[index] if index < len(layout.devices) else "?"
             key = mode, layout.root, index, device, kind
             line = lines.setdefault(key, ReplicaStats(*key))
             if index < len(shape.replicas):
+                inputs, outputs = (layouts.sizes_text(shape.process, sizes) for sizes in shape.replicas[index])
                 line.calls += shape.calls
+                line.sizes[inputs, outputs] += shape.calls
                 line.virtual |= shape.virtual > 0 and shape.mode == "dp"
                 line.reasons.update({} if reason is None else {reason: shape.calls})
             series = replica_series(shape.layout, index)
-            line.time.merge(times.stat(series))
-            line.on_device.merge(times.stat(device_series(series)))
+            for tally in own_tallies:
+                line.time.merge(tally.stat(series))
+                line.on_device.merge(tally.stat(device_series(series)))
     for line in lines.values():
         counts = splits[line.mode, line.root, line.kind]
         usual_split = max(counts, key=counts.__getitem__)

@@ -9,32 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
-from math import log
-from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
-from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_steps
-from dpmon.record.schema import REST, SECOND, STEP, WARM_UP, step_kind
+from dpmon.record.schema import REST, WARM_UP, step_kind
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
-from dpmon.store.steps import StepRow
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
-from dpmon.store.time_buckets import WIDTHS
 from dpmon.text.formatting import format_count_with_noun, format_duration, format_factor, format_percent
 
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
 """Fewest steps of each mode for a verdict."""
-_MAX_SWITCHES, _SWITCH_RANGE_S = 12, 600
-"""Most mode switches with a speed-up of their own, and the time (s) before the newest step that is searched."""
 MAX_UNCERTAINTY = 1.25
 """The modes count as equally fast only if both ends of the interval are within this factor of equal speed."""
 MIN_COST_SHARE = 0.05
 """Smallest share of the step at which copying is mentioned."""
-_MEAN_TOLERANCE = 1.1
-"""Factor by which the ratio of means may be outside the interval without a note."""
 _PARALLEL_APPLY = "parallel_apply"
 COPY_PHASES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
@@ -49,22 +39,6 @@ class Reason(NamedTuple):
     single_ns: float | None
 
 
-class ModeSpeedup(NamedTuple):
-    """A mode switch: its time (ns since the run's start), and the speed-up from the steps before and after it."""
-
-    t_ns: int
-    to: str
-    """The mode after it."""
-    speedup: Interval
-
-
-class Peak(NamedTuple):
-    """The peak memory of a mode; unless `exact`, only an upper bound, because it may come from another mode."""
-
-    bytes: int
-    exact: bool
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Both modes side by side. `missing` says why there is no speed-up; otherwise `outcome` describes it."""
@@ -73,8 +47,8 @@ class Comparison:
     """The metrics of each mode over the compared steps; the rate is over all steps of the mode."""
     seen: Mapping[str, int] = field(default_factory=dict)
     """All steps of the main kind of each mode."""
-    memory: Mapping[str, Mapping[str, Peak]] = field(default_factory=dict)
-    """Peak of allocated memory by mode and device."""
+    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By mode and device, the peak of allocated memory (bytes), if it rose in this mode."""
     devices: tuple[str, ...] = ()
     """The devices of dp."""
     virtual: bool = False
@@ -87,17 +61,11 @@ class Comparison:
     """Speed-up per device; None for virtual replicas, which share devices."""
     outcome: str | None = None
     """The result: "faster", "slower", or "even" if the interval contains 1."""
-    by_mean: float | None = None
-    """The ratio of the mean step times, if it differs much from the ratio of the medians."""
-    uneven: tuple[str, StepUnevenness] | None = None
-    """With `by_mean`: the mode with the more uneven steps, and how uneven; None if neither is uneven."""
     reasons: tuple[Reason, ...] = ()
     """The phases that explain most of the difference, the largest change first."""
     cost: Reason | None = None
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
-    changes: tuple[ModeSpeedup, ...] = ()
-    """The newest mode switches with enough steps on both sides, if they were requested."""
 
     @property
     def uncertain(self) -> bool:
@@ -121,15 +89,8 @@ def compare_modes(
     *,
     devices: Sequence[str] = (),
     virtual: bool = False,
-    longest: Sequence[StepRow] = (),
-    waits: Sequence[tuple[int, int]] = (),
-    changes: bool = False,
 ) -> Comparison:
-    """Compare the "dp" steps of one process with its "single" steps. `changes`: also around each mode switch.
-
-    `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
-    (ns) of each wait for input.
-    """
+    """Compare the "dp" steps of one process with its "single" steps. `devices`: the devices of dp."""
     seen = {mode: steps for mode in MODES_COMPARED if (steps := window.tally(mode, process=process).steps)}
     steps_by_batch: dict[str, Counter[int]] = {mode: Counter() for mode in seen}
     for key, tally in window.tallies.items():
@@ -161,40 +122,11 @@ def compare_modes(
         left_out=sum(counts.total() - counts[batch] for counts in steps_by_batch.values()),
     )
 
-    def compared_rows(begin_s: int = 0, widest: int = WIDTHS[-1]) -> list[tuple[str, Tally]]:
-        return [
-            (key.mode, tally)
-            for key, tally in window.rows(process, begin_s, widest)
-            if key.mode in seen and key.batch == batch and is_compared(key, window.main_kind)
-        ]
-
     parts: dict[str, list[Tally]] = {mode: [] for mode in seen}
-    for mode, tally in compared_rows():
-        parts[mode].append(tally)
-    if changes:
-        last_s = max(tally.last_ns or 0 for tally in compared.values()) // SECOND
-        base = replace(base, changes=_speedup_per_switch(compared_rows(last_s - _SWITCH_RANGE_S, 1)))
-    long_steps = [step for step in longest if step.process == process and step_kind(step.kind) == window.main_kind]
-    return _with_verdict(base, compared, parts, long_steps, waits)
-
-
-def _speedup_per_switch(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup, ...]:
-    """Return the speed-up at each of the newest mode switches. `rows`: modes and tallies of steps of one kind."""
-    periods: list[tuple[str, int, Interval | None]] = []
-    ordered = sorted(rows, key=lambda row: row[1].first_ns or 0)
-    for mode, mode_rows in groupby(ordered, key=itemgetter(0)):
-        tallies, merged = [tally for _, tally in mode_rows], Tally()
-        for tally in tallies:
-            merged.merge(tally)
-        interval = median_interval(merged, tallies) if merged.steps >= MIN_STEPS else None
-        periods.append((mode, tallies[0].first_ns or 0, interval))
-    switches: list[ModeSpeedup] = []
-    for (_, _, before), (mode, t_ns, after) in pairwise(periods):
-        single, dp = (before, after) if mode == "dp" else (after, before)
-        speedup = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
-        if speedup is not None:
-            switches.append(ModeSpeedup(t_ns, mode, speedup))
-    return tuple(switches[-_MAX_SWITCHES:])
+    for key, tally in window.rows(process):
+        if key.mode in seen and key.batch == batch and is_compared(key, window.main_kind):
+            parts[key.mode].append(tally)
+    return _with_verdict(base, compared, parts)
 
 
 def first_with_both(window: StatsWindow) -> int:
@@ -235,13 +167,7 @@ def _incomparable_reason(steps_by_batch: Mapping[str, Counter[int]]) -> str:
     return f"no verdict: the batches are not of the same size ({sizes})"
 
 
-def _with_verdict(
-    base: Comparison,
-    tallies: Mapping[str, Tally],
-    parts: Mapping[str, Sequence[Tally]],
-    longest: Sequence[StepRow],
-    waits: Sequence[tuple[int, int]],
-) -> Comparison:
+def _with_verdict(base: Comparison, tallies: Mapping[str, Tally], parts: Mapping[str, Sequence[Tally]]) -> Comparison:
     single, dp = (median_interval(tallies[mode], parts[mode]) for mode in MODES_COMPARED)
     speedup = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
     if speedup is None:
@@ -252,32 +178,8 @@ def _with_verdict(
     elif speedup.high < 1:
         outcome = "slower"
     efficiency = speedup.value / len(base.devices) if base.devices and not base.virtual else None
-    cost = _main_dp_cost(base.sides["dp"])
-    reasons = _main_reasons(base.sides, outcome)
-    by_mean = _ratio_of_means(speedup, base.sides)
-    uneven = _more_uneven_mode(tallies, longest, waits) if by_mean is not None else None
-    base = replace(base, efficiency=efficiency, reasons=reasons, cost=cost, by_mean=by_mean, uneven=uneven)
-    return replace(base, speedup=speedup, outcome=outcome)
-
-
-def _ratio_of_means(speedup: Interval, sides: Mapping[str, StepStats]) -> float | None:
-    """Return the ratio of the mean steps if it is well outside the interval of the ratio of medians, else None."""
-    single, dp = (sides[mode].mean_ns for mode in MODES_COMPARED)
-    ratio = single / dp if single and dp else speedup.value
-    return None if speedup.low / _MEAN_TOLERANCE <= ratio <= speedup.high * _MEAN_TOLERANCE else ratio
-
-
-def _more_uneven_mode(
-    tallies: Mapping[str, Tally], longest: Sequence[StepRow], waits: Sequence[tuple[int, int]]
-) -> tuple[str, StepUnevenness] | None:
-    """Return the mode with the larger gap between mean and median step; None if both gaps are small."""
-    largest_gap, most_uneven = 0.0, None
-    for mode in MODES_COMPARED:
-        mean, center = tallies[mode].stat(STEP).mean, tallies[mode].median(STEP)
-        unevenness = uneven_steps(tallies[mode], [step for step in longest if step.mode == mode], waits)
-        if unevenness is not None and mean and center and abs(log(mean / center)) > largest_gap:
-            largest_gap, most_uneven = abs(log(mean / center)), (mode, unevenness)
-    return most_uneven
+    reasons, cost = _main_reasons(base.sides, outcome), _main_dp_cost(base.sides["dp"])
+    return replace(base, efficiency=efficiency, reasons=reasons, cost=cost, speedup=speedup, outcome=outcome)
 
 
 def _main_dp_cost(dp: StepStats) -> Reason | None:
@@ -336,19 +238,7 @@ def verdict_sentence(comparison: Comparison) -> str | None:
         verdict = f"{name} makes no difference that shows ({low} to {high} as fast as one device)"
     else:
         verdict = f"{name} is {value} as fast as one device"
-    mean_text = ""
-    if comparison.by_mean is not None:
-        mean_text = f" Comparing mean steps, not medians: {format_factor(comparison.by_mean)}{_why_uneven(comparison)}."
-    return f"{verdict}: {reason}.{mean_text}" if reason else f"{verdict}.{mean_text}"
-
-
-def _why_uneven(comparison: Comparison) -> str:
-    if comparison.uneven is None:
-        return ""
-    mode, unevenness = comparison.uneven
-    cause = f" ({WAITING_TEXT})" if unevenness.phase == INPUT else ""
-    steps, time = format_percent(unevenness.steps), format_percent(unevenness.time)
-    return f", because about {steps} of the steps in {mode} take {time} of the time{cause}"
+    return f"{verdict}: {reason}." if reason else f"{verdict}."
 
 
 def _reason_text(comparison: Comparison) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import NamedTuple
 
+from dpmon.model.layouts import format_sizes
 from dpmon.model.stragglers import RankTimes
 from dpmon.record.shared_names import CALL_PHASES, node_suffix
 from dpmon.store.step_stats import PhaseStats, Rate, StepStats
@@ -84,6 +85,11 @@ class RankSummary(NamedTuple):
         """Its rank, or its process: "rank 0 of 2", "process 1", "rank 11 of 16 (gpu-1)"."""
         name = f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
         return name + node_suffix(self.node)
+
+    @property
+    def flow(self) -> str:
+        """The sizes received and returned."""
+        return format_sizes(self.inputs, self.outputs)
 
 
 def slowest_first(ranks: Sequence[RankSummary], limit: int) -> list[RankSummary]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.safe_json import int_member, load_json
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
@@ -104,12 +104,12 @@ def read_nodes(store: Store) -> tuple[NodeStatus, ...]:
             None if row.why is None else sanitize_line(row.why, 300),
             row.since_ns,
             row.heard_ns,
-            int_member(exited, "status"),
+            exited.get("status"),
             tuple(sorted(processes[row.number])),
-            exited.get("stopped") is True,
+            bool(exited.get("stopped")),
         )
         for row in read_node_rows(store.connection)
-        for exited in (_parse_exit(row.exit),)
+        for exited in (json.loads(row.exit or "{}"),)
     )
 
 
@@ -136,13 +136,3 @@ def gpu_name(index: int, nodes: Sequence[NodeStatus]) -> str:
     number = -1 - index if index < 0 else index // NODE_DEVICES
     name = "host" if index < 0 else f"GPU {index % NODE_DEVICES}"
     return name + node_suffix(next((node.name for node in nodes if node.number == number), None))
-
-
-def _parse_exit(exited: str | None) -> Mapping[str, Any]:
-    if exited is None:
-        return {}
-    try:
-        record = load_json(exited)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}

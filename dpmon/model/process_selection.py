@@ -81,7 +81,7 @@ def _processes(store: Store, events: RunEvents, nodes: Mapping[int, str | None])
             step_number=0 if step is None else find_step_number(store, step),
             refusals=events.refusals_by_root(number),
             paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
-            memory=event.data if event is not None and isinstance(event.data.get("devices"), list) else {},
+            memory={} if event is None else event.data,
             node=nodes[number],
             **events.active_mode(number, step, mode)._asdict(),
         )

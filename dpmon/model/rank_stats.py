@@ -1,4 +1,4 @@
-"""The metrics of each rank: its last minutes, and its mean times compared with the other ranks."""
+"""The metrics of each rank: over a time range, and its mean times compared with the other ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ _LATE_S = 6
 _OLD_STEPS = 4
 """The last known waits of a rank are too old after this many steps, and `_SAMPLED_S`: a node may be disconnected."""
 _SERIES = (STEP, "forward", "backward")
-_MINUTE_S = 60
 _RANK, _STEPS = map(attrgetter, ("rank", "steps"))
 
 
@@ -280,14 +279,14 @@ def _rank_times(
         width_s = min(-(-width_s * MIN_STEPS // joined), _SAMPLED_S)
 
 
-def with_recent_stats(store: Store, processes: Iterable[Process]) -> Iterator[Process]:
-    """Yield the processes with their metrics over the current minute and the previous one."""
+def with_range_stats(store: Store, processes: Iterable[Process], range_s: int) -> Iterator[Process]:
+    """Yield the processes with their metrics over the last `range_s` seconds; 0: over the whole run."""
     by_end: dict[int, list[Process]] = {}
     for process in processes:
         if process.last_step is not None:
             by_end.setdefault(stats_until_s(store, process), []).append(process)
     for end_s, group in by_end.items():
-        start_s = max(store.bucket_start(end_s, _MINUTE_S) - _MINUTE_S, 0)  # each minute has its own tally
+        start_s = max(end_s - range_s, 0) if range_s else 0
         numbers = tuple(process.process for process in group)
         tallies = read_tallies(store, start_s, end_s, process=numbers, series=_SERIES)
         by_process = split_tallies_by_process(tallies)

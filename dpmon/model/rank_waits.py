@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.stragglers import RankTimes, Straggler, median_without
@@ -19,8 +18,6 @@ MOST_READ = 4000
 _SLOW_SHOWN, _OTHERS = 3, 12
 """With many ranks: most slow ranks that are shown, and most others that they are compared with."""
 _SYNC = "sync"
-_OPEN_S = 5
-"""Intervals in the last seconds are read again, because steps may still be added to them."""
 
 
 class RankWaits(NamedTuple):
@@ -36,38 +33,28 @@ class RankWaits(NamedTuple):
     """By rank and start of the interval (s). Intervals with unknown waits are left out."""
 
 
-@dataclass(slots=True)
-class RankWaitCache:
-    """Reads the waits of ranks, and caches the intervals that no longer change."""
-
-    _of: tuple[object, ...] = ()
-    _closed: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By start (s) and rank."""
-    _until: int = 0
-    """All intervals before this second are complete."""
-
-    def read(
-        self, store: Store, ranks: Mapping[int, int], start_s: int, end_s: int, shown: Iterable[int] | None = None
-    ) -> RankWaits:
-        """Return the waits between two seconds; `ranks`: rank by process; `shown`: the processes to return."""
-        needed = len(ranks) * max(end_s - start_s, 1) // MOST_READ
-        width = next((width for width in WIDTHS if width > needed), WIDTHS[-1])
-        start_s = store.bucket_start(start_s, width)
-        key = width, tuple(sorted(ranks.items()))
-        first_s = min(self._closed, default=self._until)
-        if key != self._of or start_s < first_s or end_s < self._until:
-            self._of, self._closed, self._until = key, {}, start_s
-        self._closed = {start: shares for start, shares in self._closed.items() if start >= start_s}
-        fresh = _wait_shares(store, ranks, max(self._until, start_s), end_s, width)
-        until = max(store.bucket_start(end_s - _OPEN_S, width), self._until)
-        self._closed |= {start: shares for start, shares in fresh.items() if start < until}
-        self._until = until
-        all_shares = {**self._closed, **fresh}
-        shares_by_rank = {
-            rank: {start: shares[rank] for start, shares in all_shares.items() if rank in shares}
-            for rank in (ranks[process] for process in (ranks if shown is None else shown))
-        }
-        return RankWaits(width, shares_by_rank)
+def read_rank_waits(
+    store: Store, ranks: Mapping[int, int], start_s: int, end_s: int, shown: Iterable[int] | None = None
+) -> RankWaits:
+    """Return the waits between two seconds; `ranks`: rank by process; `shown`: the processes to return."""
+    needed = len(ranks) * max(end_s - start_s, 1) // MOST_READ
+    width = next((width for width in WIDTHS if width > needed), WIDTHS[-1])
+    shares = store.answers.read(
+        store,
+        ("rank waits", *sorted(ranks.items())),
+        width,
+        start_s,
+        end_s,
+        lambda start_s, end_s: _wait_shares(store, ranks, start_s, end_s, width),
+    )
+    shown_ranks = [ranks[process] for process in (ranks if shown is None else shown)]
+    return RankWaits(
+        width,
+        {
+            rank: {start_s: of_ranks[rank] for start_s, of_ranks in shares.items() if rank in of_ranks}
+            for rank in shown_ranks
+        },
+    )
 
 
 def choose_ranks_to_show(

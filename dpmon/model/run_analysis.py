@@ -19,7 +19,6 @@ from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
     IdleDeviceCounts,
-    ReplicaSizes,
     ReplicaStats,
     StageSizes,
     build_replica_stats,
@@ -39,7 +38,7 @@ from dpmon.model.pauses import (
     pause_totals,
 )
 from dpmon.model.process_selection import read_process_table
-from dpmon.model.rank_waits import RankWaitCache, RankWaits
+from dpmon.model.rank_waits import RankWaits, read_rank_waits
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
@@ -140,11 +139,6 @@ class RunAnalysis:
         return CallLayouts(shapes, {shape.process: self.store.resolver(shape.process).definitions for shape in shapes})
 
     @cached_property
-    def sizes(self) -> list[ReplicaSizes]:
-        """The inputs and outputs of each replica; with several processes, without ranks."""
-        return self.layouts.replicas(len(self.processes) > 1)
-
-    @cached_property
     def stages(self) -> list[StageSizes]:
         """The inputs and outputs of each stage of a model on several devices."""
         return self.layouts.stages(self.window.tallies)
@@ -194,7 +188,7 @@ class RunAnalysis:
             process.process: process.rank for process in self._state.training_processes if process.rank is not None
         }
         last_s = (self.last_step_ns or 0) // SECOND
-        return RankWaitCache().read(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
+        return read_rank_waits(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
     def ranks(self) -> list[RankSummary]:
@@ -401,8 +395,7 @@ class RunAnalysis:
     @cached_property
     def loaders(self) -> list[LoaderStart]:
         """The starts of loaders, in order of time."""
-        starts = (parse_loader_start(event.data) for event in read_events(self.store, "loader"))
-        return [start for start in starts if start is not None]
+        return [parse_loader_start(event.data) for event in read_events(self.store, "loader")]
 
     @cached_property
     def binned_steps(self) -> BinnedSteps:
@@ -492,10 +485,7 @@ class RunAnalysis:
         changes = self.announced.changes
         devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
         process = first_with_both(self.window)
-        waits, virtual = self.announced.input_waits(process), self.layouts.virtual
-        comparison = compare_modes(
-            self.window, process, devices=devices, virtual=virtual, longest=self.longest_steps, waits=waits
-        )
+        comparison = compare_modes(self.window, process, devices=devices, virtual=self.layouts.virtual)
         return comparison if len(comparison.sides) > 1 else None
 
 

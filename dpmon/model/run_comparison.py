@@ -11,7 +11,7 @@ does not include how much equal runs differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import median
@@ -100,7 +100,10 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
     split = len(before)
     parts_by_run = [run.parts(batch) for run in runs] if len(runs) == 2 and missing is None else None
     compared: dict[str, ComparedMetric] = {}
-    for metric, values in known_metrics(runs, wholes, per_sample=per_sample):
+    for metric in (*STEP_METRICS, *RUN_METRICS):
+        values = [run.value(metric, whole, per_sample=per_sample) for run, whole in zip(runs, wholes, strict=True)]
+        if not any(values):
+            continue
         sides = values[:split], values[split:]
         parts = None
         if parts_by_run is not None and metric.series:
@@ -109,10 +112,6 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
                 for run, run_parts in zip(runs, parts_by_run, strict=True)
             ]
         compared[metric.name] = _compare_metric(metric, sides, parts, runs[0].part_s)
-    rate = compared.get("samples_per_s")
-    if rate is not None and len({run.set_up["ranks"] for run in runs}) > 1 and any(run.ranks_seen for run in runs):
-        reason = "a sum over the ranks seen, which differ"
-        compared[rate.figure.name] = rate._replace(change=None, missing=reason)
     differences = _setup_differences(before, after)
     return RunComparison((before, after), batch, per_sample, missing, differences, compared, _main_phase(compared))
 
@@ -129,19 +128,6 @@ def _common_batch(runs: Sequence[ComparedRun]) -> int | None:
         for run in runs
     )
     return batch if is_common else None
-
-
-def known_metrics(
-    runs: Sequence[ComparedRun], wholes: Sequence[Tally], *, per_sample: bool = False
-) -> Iterator[tuple[Metric, Sequence[float | None]]]:
-    """Yield each metric that is known and not 0 for any run, with its value for each run.
-
-    `wholes`: the steps of each run.
-    """
-    for metric in (*STEP_METRICS, *RUN_METRICS):
-        values = [run.value(metric, whole, per_sample=per_sample) for run, whole in zip(runs, wholes, strict=True)]
-        if any(values):
-            yield metric, values
 
 
 def _setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
@@ -262,22 +248,13 @@ def result_sentence(comparison: RunComparison) -> str:
     if change is None:
         return f"inconclusive: {step.missing}"
     if change.sign:
-        return f"B is {_direction(change)}: {step_time_text(comparison)}"
+        return f"B is {'slower' if change.sign > 0 else 'faster'}: {step_time_text(comparison)}"
     verdict = f"inconclusive: {step.missing};"
     if change.low is not None and change.high is not None:
         if change.low >= 1 / MAX_UNCERTAINTY and change.high <= MAX_UNCERTAINTY:
             return f"no difference shows: {step_time_text(comparison)}"
         verdict = "inconclusive, the interval is too wide:"
-    texts = [f"{verdict} {step_time_text(comparison)}"]
-    for name in QUIET_METRICS:
-        row = comparison.compared.get(name)
-        if row is not None and row.change is not None and row.change.sign:
-            texts.append(f"the {row.figure.label} alone is {_direction(row.change)}: {change_text(row)}")
-    return "; ".join(texts)
-
-
-def _direction(change: Change) -> str:
-    return "slower" if change.sign > 0 else "faster"
+    return f"{verdict} {step_time_text(comparison)}"
 
 
 def change_text(row: ComparedMetric, per: str = "", *, one_sided: bool = False) -> str:
@@ -313,59 +290,52 @@ def scope_notes(comparison: RunComparison) -> list[str]:
     return [f"Equal runs differ (slowest vs. fastest): {', '.join(texts)}."] if texts else []
 
 
-# ------------------------------------------------------------------------------------------------ thresholds
-
-
-class Threshold(NamedTuple):
-    """A metric that may grow by at most `limit` (0.05: 5%)."""
-
-    figure: str
-    limit: float
+# ------------------------------------------------------------------------------------------------ gate
 
 
 class Judgment(NamedTuple):
-    """The outcome of a comparison for one threshold."""
+    """The outcome of a comparison for a metric that may grow by at most `limit` (0.05: 5%)."""
 
-    threshold: Threshold
+    figure: str
+    limit: float
     outcome: Outcome
     text: str
 
 
-def judge_threshold(comparison: RunComparison, threshold: Threshold) -> Judgment:
-    """Judge one metric.
+def judge_metric(comparison: RunComparison, name: str, limit: float) -> Judgment:
+    """Judge one of GATE_METRICS.
 
-    Slower: the ratio is above the threshold, and its lower 95% bound is above 1. Not slower: the upper 95% bound of
-    the ratio is below the threshold. Anything else is inconclusive, so a few runs that show nothing do not pass. If
-    the step time is inconclusive, the text says whether a metric of QUIET_METRICS is not.
+    Slower: the ratio is above the limit, and its lower 95% bound is above 1. Not slower: the upper 95% bound of the
+    ratio is below the limit. Anything else is inconclusive, so a few runs that show nothing do not pass. If the step
+    time is inconclusive, the text says whether a metric of QUIET_METRICS is not.
     """
-    name = threshold.figure
-    if name == "memory" and name not in comparison.compared:
-        name = "host_memory"
-    label = next(metric.label.strip() for metric in (*STEP_METRICS, *RUN_METRICS) if metric.name == name)
-    unit = " per sample" if comparison.per_sample and name in GATE_METRICS else ""
-    limit = format_change(1 + threshold.limit)
-
-    def judgment(outcome: Outcome, reason: str) -> Judgment:
-        word = outcome if name not in ("memory", "host_memory") else outcome.replace("slower", "larger")
-        return Judgment(threshold, outcome, f"{word} ({label}{unit}, limit {limit}): {reason}")
-
     row = comparison.compared.get(name)
+    outcome: Outcome = "inconclusive"
     if comparison.missing is not None or row is None:
-        return judgment("inconclusive", comparison.missing or "it is unknown in these runs")
-    change = row.change
-    if change is None:
-        return judgment("inconclusive", row.missing or "")
-    text = step_time_text(comparison, one_sided=True) if name == STEP else change_text(row, one_sided=True)
-    if change.least is not None and change.least > 1 and change.ratio > 1 + threshold.limit:
-        return judgment("slower", text)
-    if change.most is not None and change.most < 1 + threshold.limit:
-        return judgment("not slower", text)
-    hint = row.missing if change.least is None else "more or longer runs would narrow this"
-    quiet = [judge_threshold(comparison, Threshold(other, threshold.limit)) for other in QUIET_METRICS if name == STEP]
-    deciding = next((other for other in quiet if other.outcome != "inconclusive"), None)
-    if deciding is not None:
-        hint = f"{deciding.text}; --phase {deciding.threshold.figure} makes this the gate"
-    return judgment("inconclusive", f"{text}; {hint}")
+        text = comparison.missing or "it is unknown in these runs"
+    elif row.change is None:
+        text = row.missing or ""
+    else:
+        text = step_time_text(comparison, one_sided=True) if name == STEP else change_text(row, one_sided=True)
+        ratio, least, most = row.change.ratio, row.change.least, row.change.most
+        if least is not None and least > 1 and ratio > 1 + limit:
+            outcome = "slower"
+        elif most is not None and most < 1 + limit:
+            outcome = "not slower"
+        else:
+            text += f"; {_gate_hint(comparison, row, limit)}"
+    label = next(metric.label.strip() for metric in STEP_METRICS if metric.name == name)
+    unit = " per sample" if comparison.per_sample else ""
+    return Judgment(name, limit, outcome, f"{outcome} ({label}{unit}, limit {format_change(1 + limit)}): {text}")
+
+
+def _gate_hint(comparison: RunComparison, row: ComparedMetric, limit: float) -> str:
+    """Return what would decide the inconclusive metric in `row`."""
+    for name in QUIET_METRICS if row.figure.name == STEP else ():
+        judgment = judge_metric(comparison, name, limit)
+        if judgment.outcome != "inconclusive":
+            return f"{judgment.text}; --phase {name} makes this the gate"
+    return row.missing or "more or longer runs would narrow this"
 
 
 def exit_status_of(judgments: Sequence[Judgment]) -> int:

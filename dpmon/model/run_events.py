@@ -1,22 +1,16 @@
-"""Parses a run's event records: processes, mode changes, pauses, warnings, input waits, loader starts.
-
-Any program may have written an event, so invalid ones are ignored.
-"""
+"""Parses a run's event records: processes, mode changes, pauses, warnings, input waits, loader starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import ModeChange, ModeRefusal, PauseChange, ProcessInfo, WarningRecord
-from dpmon.model.stragglers import Group
-from dpmon.record.record_specs import RECORDS
-from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
-from dpmon.record.shared_names import MODES
+from dpmon.record.schema import SECOND
 from dpmon.store.events import count_events, read_events
 
 if TYPE_CHECKING:
@@ -33,7 +27,7 @@ ANSWERING_STEPS = 100
 """Every root that is still called answers a request within this many steps."""
 
 
-_Read = TypeVar("_Read")
+_Row = TypeVar("_Row")
 
 
 class LoaderStart(NamedTuple):
@@ -42,8 +36,8 @@ class LoaderStart(NamedTuple):
     process: int
     start_ns: int
     took_ns: int
-    workers: int | None
-    persistent: bool
+    workers: int | None = None
+    persistent: bool = False
     pinned: bool = False
     start: int = 1
     """The number of this start of the DataLoader object, from 1."""
@@ -80,22 +74,23 @@ class RunEvents:
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
         """Read the events up to the time of `store`: the newest of each kind, or (`read_all`) all."""
 
-        def data(kind: str, limit: int) -> Iterator[Mapping[str, object]]:
+        def data(kind: str, limit: int) -> Iterator[Mapping[str, Any]]:
             return (event.data for event in read_events(store, kind, limit=-1 if read_all else limit))
 
         of_ranks = _OF_RANK * len(store.ranks)
 
-        processes = _without_none(map(_parse_process, data("process", -1)))
-        info = {process.process: process for process in processes}
-        warnings = _without_none(map(_parse_warning, data("warning", TEXTS_READ)))
+        info = {record["process"]: _from_record(ProcessInfo, record) for record in data("process", -1)}
+        warnings = tuple(
+            _from_record(WarningRecord, record, t_ns=_ns(record, "t_s")) for record in data("warning", TEXTS_READ)
+        )
         warning_count = count_events(store, "warning")
         if store.unread_warning is not None:
             warnings = (*warnings, WarningRecord(None, None, store.unread_warning))
             warning_count += 1
         return cls(
             dict(sorted(info.items())),
-            _without_none(map(parse_mode_change, data("mode", CHANGES_READ + of_ranks))),
-            _without_none(map(parse_pause_change, data("pause", TEXTS_READ))),
+            tuple(map(parse_mode_change, data("mode", CHANGES_READ + of_ranks))),
+            tuple(map(parse_pause_change, data("pause", TEXTS_READ))),
             warnings,
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             parse_stalls(data("stall", TEXTS_READ)),
@@ -174,18 +169,30 @@ class RunEvents:
         return tuple((start, end) for waiting, start, end in self.inputs if waiting == process)
 
 
-def _without_none(records: Iterable[_Read | None]) -> tuple[_Read, ...]:
-    return tuple(record for record in records if record is not None)
+# ------------------------------------------------------------------------------------------------ records
 
 
-def parse_stalls(records: Iterable[Mapping[str, object]]) -> tuple[RecordedStall, ...]:
+def _from_record(row_class: Callable[..., _Row], data: Mapping[str, Any], **others: object) -> _Row:
+    """Return an instance of a NamedTuple from the members of a record that have the names of its fields.
+
+    `others`: fields that differ in name or unit.
+    """
+    same = {name: data[name] for name in row_class._fields if name in data}  # type: ignore[attr-defined]
+    return row_class(**{**same, **others})
+
+
+def _ns(data: Mapping[str, Any], key: str) -> int | None:
+    """Return a time or a duration (s) of a record in ns; None if it is unknown."""
+    seconds = data.get(key)
+    return None if seconds is None else int(seconds * SECOND)
+
+
+def parse_stalls(records: Iterable[Mapping[str, Any]]) -> tuple[RecordedStall, ...]:
     """Return the stalls in `stall` records. Of several records of one stall, the newest one with ranks describes it."""
     stalls: dict[int, RecordedStall] = {}
     for data in records:
-        since_ns, duration_ns = ns_member(data, "since_s"), ns_member(data, "lasted_s")
-        if since_ns is None:
-            continue
-        stall = stalls.get(since_ns, RecordedStall(since_ns, ns_member(data, "t_s") or since_ns))
+        since_ns, duration_ns = int(data["since_s"] * SECOND), _ns(data, "lasted_s")
+        stall = stalls.get(since_ns, RecordedStall(since_ns, _ns(data, "t_s") or since_ns))
         if "ranks" in data:
             stall = stall._replace(record=data)
         stalls[since_ns] = stall if duration_ns is None else stall._replace(end_ns=since_ns + duration_ns)
@@ -193,130 +200,67 @@ def parse_stalls(records: Iterable[Mapping[str, object]]) -> tuple[RecordedStall
 
 
 def parse_input_waits(
-    processes: Iterable[ProcessInfo], records: Iterable[Mapping[str, object]]
+    processes: Iterable[ProcessInfo], records: Iterable[Mapping[str, Any]]
 ) -> tuple[tuple[int | None, int, int], ...]:
     """Return the waits in `input` records, in order of time: process (None: one that does not train), start, end."""
     process_of_pid = {process.pid: process.process for process in processes if process.pid is not None}
     waits = []
     for data in records:
-        start_ns, took_ns = ns_member(data, "t_s"), ns_member(data, "waited_s")
-        if start_ns is not None and took_ns is not None:
-            waits.append((process_of_pid.get(int_member(data, "pid") or 0), start_ns, start_ns + took_ns))
+        start_ns = int(data["t_s"] * SECOND)
+        waits.append((process_of_pid.get(data["pid"]), start_ns, start_ns + int(data["waited_s"] * SECOND)))
     return tuple(sorted(waits, key=lambda wait: wait[1:]))
 
 
-# ------------------------------------------------------------------------------------------------ records
-
-_READERS: dict[str, Callable[[Mapping[str, object], str], object]] = {
-    "integer": int_member,
-    "text": text_member,
-    "boolean": lambda data, name: data.get(name) is True,
-}
+def parse_loader_start(data: Mapping[str, Any]) -> LoaderStart:
+    """Return the content of a `loader` record."""
+    return _from_record(LoaderStart, data, start_ns=_ns(data, "t_s"), took_ns=_ns(data, "iter_s"))
 
 
-@cache
-def _same_named_fields(kind: str, row_class: Any) -> list[tuple[str, Callable[[Mapping[str, object], str], object]]]:
-    """Return the record fields that are also fields of `row_class`, each with the function that reads its type."""
-    fields = (spec for spec in RECORDS[kind].fields if spec.name in row_class._fields and spec.type in _READERS)
-    return [(spec.name, _READERS[spec.type]) for spec in fields]
+def parse_mode_change(data: Mapping[str, Any]) -> ModeChange:
+    """Return the content of a `mode` record."""
+    return _from_record(ModeChange, data, t_ns=_ns(data, "t_s"), devices=tuple(data.get("devices", ())))
 
 
-def _parse_record(kind: str, row_class: Callable[..., _Read], data: Mapping[str, object], **others: object) -> _Read:
-    """Build an instance of `row_class` from a record. `others`: fields that differ in name or type."""
-    return row_class(**{**{name: read(data, name) for name, read in _same_named_fields(kind, row_class)}, **others})
+def parse_pause_change(data: Mapping[str, Any]) -> PauseChange:
+    """Return the content of a `pause` record."""
+    return _from_record(PauseChange, data, t_ns=_ns(data, "t_s"), paused_ns=_ns(data, "paused_s"))
 
 
-def parse_loader_start(data: Mapping[str, object]) -> LoaderStart | None:
-    """Return the content of a `loader` record; None if process, time or duration is missing."""
-    process, start_ns, took_ns = int_member(data, "process"), ns_member(data, "t_s"), ns_member(data, "iter_s")
-    if process is None or start_ns is None or took_ns is None:
-        return None
-    return _parse_record(
-        "loader", LoaderStart, data, start_ns=start_ns, took_ns=took_ns, start=int_member(data, "start") or 1
-    )
-
-
-def _parse_process(data: Mapping[str, object]) -> ProcessInfo | None:
-    return None if int_member(data, "process") is None else _parse_record("process", ProcessInfo, data)
-
-
-def parse_mode_change(data: Mapping[str, object]) -> ModeChange | None:
-    """Return the content of a `mode` record; None if process or mode is missing."""
-    if int_member(data, "process") is None or data.get("mode") not in MODES:
-        return None
-    root, requested_by = text_member(data, "root") or "", text_member(data, "requested_by") or ""
-    listed = data.get("devices")
-    devices = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
-    return _parse_record(
-        "mode", ModeChange, data, root=root, t_ns=ns_member(data, "t_s"), requested_by=requested_by, devices=devices
-    )
-
-
-def parse_pause_change(data: Mapping[str, object]) -> PauseChange | None:
-    """Return the content of a `pause` record; None if `process`, `t_s` or `paused` is missing."""
-    t_ns = ns_member(data, "t_s")
-    if int_member(data, "process") is None or t_ns is None or not isinstance(data.get("paused"), bool):
-        return None
-    return _parse_record("pause", PauseChange, data, t_ns=t_ns, paused_ns=ns_member(data, "paused_s"))
-
-
-def _parse_warning(data: Mapping[str, object]) -> WarningRecord | None:
-    return (
-        None
-        if text_member(data, "text") is None
-        else _parse_record("warning", WarningRecord, data, t_ns=ns_member(data, "t_s"))
-    )
-
-
-def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
+def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]:
     """Return the newest of the `ddp` records of each wrapper; `all_used` covers all its records."""
-    of_each: dict[tuple[int | None, int | None], list[Mapping[str, object]]] = {}
+    of_each: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for data in records:
-        of_each.setdefault((int_member(data, "process"), int_member(data, "wrapper")), []).append(data)
-    found = ((parse_ddp_wrapper(each[-1]), _iterations_all_used(each)) for each in of_each.values())
-    return tuple(wrapper._replace(all_used=count) for wrapper, count in found if wrapper is not None)
+        of_each.setdefault((data["process"], data["wrapper"]), []).append(data)
+    return tuple(parse_ddp_wrapper(each[-1])._replace(all_used=_iterations_all_used(each)) for each in of_each.values())
 
 
-def _iterations_all_used(records: Iterable[Mapping[str, object]]) -> int:
+def _iterations_all_used(records: Iterable[Mapping[str, Any]]) -> int:
     """Return the number of iterations that used all parameters; 0 if one was unused in any, or if torch cannot tell."""
     iterations = set()
     for data in records:
-        size, absent = int_member(data, "unused_bytes"), data.get("absent")
-        if size or (isinstance(absent, Mapping) and "unused_bytes" in absent):
+        size = data.get("unused_bytes")
+        if size or "unused_bytes" in data.get("absent", ()):
             return 0
         if size == 0:
-            iterations.add(int_member(data, "iteration"))
+            iterations.add(data.get("iteration"))
     return len(iterations - {None})
 
 
-def parse_ddp_wrapper(data: Mapping[str, object]) -> Wrapper | None:
-    """Return the facts in a `ddp` record; None if it names no process."""
-    if int_member(data, "process") is None:
-        return None
-    sizes, absent = data.get("bucket_bytes"), data.get("absent")
-    return _parse_record(
-        "ddp",
+def parse_ddp_wrapper(data: Mapping[str, Any]) -> Wrapper:
+    """Return the facts in a `ddp` record."""
+    ranks = tuple(sorted(data.get("group") or ()))
+    every = range(len(ranks))
+    return _from_record(
         Wrapper,
         data,
-        number=int_member(data, "wrapper") or 0,
-        root=text_member(data, "root") or "",
-        bucket_bytes=tuple(size for size in sizes if type(size) is int) if isinstance(sizes, list) else (),
-        comm_ns=_ms_member_as_ns(data, "comm_ms"),
-        overlap_ns=_ms_member_as_ns(data, "overlap_ms"),
-        no_sync_times=text_member(absent, "sync") if isinstance(absent, Mapping) else None,
-        group=_parse_process_group(data),
+        number=data["wrapper"],
+        bucket_bytes=tuple(data.get("bucket_bytes") or ()),
+        comm_ns=_ms_as_ns(data.get("comm_ms")),
+        overlap_ns=_ms_as_ns(data.get("overlap_ms")),
+        no_sync_times=data.get("absent", {}).get("sync"),
+        group=(every if ranks == tuple(every) else ranks) if data.get("rank") in ranks else None,
     )
 
 
-def _parse_process_group(data: Mapping[str, object]) -> Group | None:
-    """Return the process group of a wrapper; None if it is unknown or invalid."""
-    listed, rank = data.get("group"), int_member(data, "rank")
-    if not isinstance(listed, list) or set(map(type, listed)) != {int} or rank not in listed:
-        return None
-    ranks, every = tuple(sorted(listed)), range(len(listed))
-    return every if ranks == tuple(every) else ranks
-
-
-def _ms_member_as_ns(data: Mapping[str, object], key: str) -> float | None:
-    value = number_member(data, key)
-    return value * 1e6 if value is not None and 0 <= value < 1e9 else None
+def _ms_as_ns(ms: float | None) -> float | None:
+    return None if ms is None else ms * 1e6

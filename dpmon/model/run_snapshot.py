@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpmon.model.active_processes import find_training_processes
 from dpmon.model.communication import Communication
@@ -67,23 +67,21 @@ class SnapshotRequest(NamedTuple):
     """The number of the only node to include; None for all."""
     waits: bool = False
     """Whether to include over time which ranks the others waited for."""
-    changes: bool = False
-    """Whether to include the speed-up at each mode switch."""
 
 
 class ModeChange(NamedTuple):
     """The reply to a request for a mode, or the mode at the start."""
 
     process: int
-    root: str
-    t_ns: int | None
-    step: int | None
     mode: str
-    requested_by: str
-    devices: tuple[str, ...]
-    virtual: bool
-    reason: str | None
-    refused: str | None
+    root: str = ""
+    t_ns: int | None = None
+    step: int | None = None
+    requested_by: str = ""
+    devices: tuple[str, ...] = ()
+    virtual: bool = False
+    reason: str | None = None
+    refused: str | None = None
 
 
 class PauseChange(NamedTuple):
@@ -93,11 +91,11 @@ class PauseChange(NamedTuple):
     t_ns: int
     step: int | None
     paused: bool
-    paused_ns: int | None
+    paused_ns: int | None = None
     """Duration of the pause, for a resumption."""
-    reason: str | None
+    reason: str | None = None
     """Why the training resumed without a request."""
-    refused: str | None
+    refused: str | None = None
     """Why the training did not pause."""
 
 
@@ -228,7 +226,7 @@ class Process:
     """By root, for the roots that refused in their last reply."""
     paused_since_ns: int | None = None
     """Start of its pause; None if it is not paused."""
-    memory: Mapping[str, object] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
     """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTimings] = field(default_factory=dict)
     """By root and its wrapper; the root that was called last comes first."""
@@ -237,7 +235,7 @@ class Process:
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
     figures: StepStats = NO_STEPS
-    """Its last one to two minutes, if several processes train; only step, forward and backward."""
+    """Its steps in the time range, if several processes train; only step, forward and backward."""
     trained: tuple[int, int] = 0, 0
     """Its numbers of training steps and of optimizer updates so far; only if it represents the run."""
     recent: RecentRate = field(default_factory=RecentRate)
@@ -305,12 +303,16 @@ class RunSnapshot:
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningRecord, ...] = ()
     stalls: tuple[RecordedStall, ...] = ()
+    inputs: tuple[tuple[int | None, int, int], ...] = ()
+    """Waits for a line of input (`RunEvents.inputs`)."""
     warning_count: int = 0
     """Number of all warnings."""
     missed: int = 0
     """Number of records that were lost."""
     open_calls: int = 0
     """Calls so far of processes without a step."""
+    at_ns: int | None = None
+    """The time of the snapshot (ns since the run's start); None: now."""
     newest_ns: int = -1
     """End of the newest step or call."""
     main_kind: int = TRAINING
@@ -412,8 +414,16 @@ class RunSnapshot:
     def state_inputs(
         self, now_ns: int, activities: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
     ) -> StateInputs:
-        """Return the facts that decide the word for a live run. `activities`: by process; empty in a playback."""
+        """Return the facts that decide the word for a live run. `activities`: by process; empty in a playback.
+
+        `paused_ns`, `input_ns`: since when it is paused, or waits for input, if a reader of the rings knows it. As of
+        an earlier time, the events say so.
+        """
         focus, stall = self.representative, self.current_stall
+        if self.at_ns is not None and paused_ns is None and focus is not None:
+            paused_ns = focus.paused_since_ns
+        if self.at_ns is not None and input_ns is None:
+            input_ns = next((start for _, start, end in self.inputs if start <= now_ns < end), None)
         return StateInputs(
             now_ns,
             False,

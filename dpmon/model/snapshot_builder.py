@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.communication import Wrapper, build_communication
-from dpmon.model.device_memory import HOST
-from dpmon.model.device_usage import DeviceSampleCache, HostPeaks, ModePeriod, device_peaks, mode_periods
+from dpmon.model.device_usage import DeviceSampleCache, mode_starts, read_peaks_by_mode
 from dpmon.model.epoch_progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.loss_curves import LossCurve, read_loss_curves
-from dpmon.model.mode_comparison import MODES_COMPARED, Comparison, compare_modes
+from dpmon.model.mode_comparison import Comparison, compare_modes
 from dpmon.model.nodes import node_of, read_nodes
 from dpmon.model.process_selection import (
     choose_other_processes,
@@ -25,8 +24,8 @@ from dpmon.model.process_selection import (
     read_process_table,
     with_processes,
 )
-from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, with_recent_stats
-from dpmon.model.rank_waits import RankWaitCache, choose_ranks_to_show
+from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, with_range_stats
+from dpmon.model.rank_waits import choose_ranks_to_show, read_rank_waits
 from dpmon.model.recent_calls import CALLS_READ, RecentCalls
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import (
@@ -39,10 +38,11 @@ from dpmon.model.run_snapshot import (
     SnapshotRequest,
 )
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenness, overlap_ns, uneven_steps
-from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s, subtract_input_waits
+from dpmon.model.step_history import COLUMNS, column_width_s, read_columns, subtract_input_waits
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP, TRAINING, WARM_UP
+from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.store.collectives import read_collective_sums, read_last_sample
 from dpmon.store.events import newest_event_id
 from dpmon.store.loss_table import find_invalid_losses
@@ -103,8 +103,7 @@ class SnapshotBuilder:
     """Builds the snapshots of one run, one after the other."""
 
     _samples: DeviceSampleCache = field(default_factory=DeviceSampleCache)
-    _columns: HistoryColumnCache = field(default_factory=HistoryColumnCache)
-    _host_peaks: HostPeaks = field(default_factory=HostPeaks)
+    _answers: BucketAnswers = field(default_factory=BucketAnswers)
     _events: RunEvents = field(default_factory=RunEvents)
     """The events of the last snapshot."""
     _events_key: object = None
@@ -113,7 +112,6 @@ class SnapshotBuilder:
     _recent: _ReadRate | None = None
     _last: _Last | None = None
     _times: RankTimesCache = field(default_factory=RankTimesCache)
-    _waits: RankWaitCache = field(default_factory=RankWaitCache)
     _slowest: SlowStepCache = field(default_factory=lambda: SlowStepCache(_MAX_SEARCHED_IDS))
 
     def build(
@@ -123,6 +121,7 @@ class SnapshotBuilder:
 
         With many ranks, most values come from the previous snapshot; waits are always fresh.
         """
+        store.remember(self._answers)
         events = self._read_events(store)
         key, last = (request, ended, events), self._last
         if last is None or last.key != key or last.pictures >= _MAX_REUSES or store.until_s is not None:
@@ -137,7 +136,7 @@ class SnapshotBuilder:
             )
         snapshot = self._with_details(store, snapshot, request, events, None if last is None else last.state)
         self._last = None
-        if has_many:
+        if has_many and store.until_s is None:
             self._last = _Last(key, 1 if last is None else last.pictures + 1, snapshot)
         return snapshot
 
@@ -183,6 +182,8 @@ class SnapshotBuilder:
             pauses=events.pauses,
             warnings=events.warnings,
             stalls=events.stalls,
+            inputs=events.inputs,
+            at_ns=None if store.until_s is None else store.until_ns,
             warning_count=events.warning_count,
             missed=store.dropped,
             open_calls=store.open_calls,
@@ -211,7 +212,9 @@ class SnapshotBuilder:
         }
         shown[detailed.process] = detailed
         if others and not slowest:
-            shown.update({process.process: process for process in with_recent_stats(store, shown.values())})
+            shown.update(
+                {process.process: process for process in with_range_stats(store, shown.values(), request.span_s)}
+            )
         snapshot = replace(snapshot, processes={**snapshot.processes, **shown}, drawn=tuple(shown))
         if request.slowest and last is None:
             longest = slow_steps_of(store, snapshot, request.span_s, request.slowest, events.inputs, self._slowest)
@@ -242,7 +245,7 @@ class SnapshotBuilder:
         end_s = stats_until_s(store, focus)
         start_s = max(end_s - request.span_s, 0) if request.span_s else max(focus.began_ns, 0) // SECOND
         ranks = {process: rank_of_process[process] for process in (*shown, *others)}
-        return replace(snapshot, rank_waits=self._waits.read(store, ranks, start_s, end_s, shown))
+        return replace(snapshot, rank_waits=read_rank_waits(store, ranks, start_s, end_s, shown))
 
     def _with_stats(
         self,
@@ -264,7 +267,7 @@ class SnapshotBuilder:
         mode = process.mode if any(key.mode == process.mode for key in ranged_window.tallies) else step.mode
         waits = events.input_waits(process.process)
         history_s, column_s = _history_range(process, end_s, request)
-        columns = self._columns.read(store, process.process, max(end_s - history_s, 0), end_s, column_s)
+        columns = read_columns(store, process.process, max(end_s - history_s, 0), end_s, column_s)
         detailed = _with_calls(store, process, ranged_window)
         range_stats = _main_or_other_stats(ranged_window, process.process, mode)
         detailed = replace(
@@ -318,38 +321,18 @@ class SnapshotBuilder:
     ) -> Comparison:
         """Compare the modes over the whole run (`window`). In a long run, the result may be minutes old."""
         process_index = process.process
-        waits = events.input_waits(process_index)
         devices, virtual = events.devices_by_mode(process_index).get("dp", ((), False))
         if process.mode == "dp" and process.devices:
             devices, virtual = process.devices, process.virtual
         every_s = max(end_s // _COMPARISONS_PER_RUN, 1)
-        key = process_index, process.mode, devices, request.over, request.changes, len(waits)
+        key = process_index, process.mode, devices, request.over
         if self._compared is not None and self._compared.key == key and 0 <= end_s - self._compared.end_s < every_s:
             comparison = self._compared.found
         else:
-            has_both = {key.mode for key in window.tallies}.issuperset(MODES_COMPARED)
-            longest = [
-                step
-                for mode in (MODES_COMPARED if has_both else ())
-                for step in read_longest_steps(
-                    store, _MAX_LONG_STEPS, mode, process=process_index, newest_only=not request.over
-                )
-            ]
-            comparison = compare_modes(
-                window,
-                process_index,
-                devices=devices,
-                virtual=virtual,
-                longest=longest,
-                waits=waits,
-                changes=request.changes,
-            )
+            comparison = compare_modes(window, process_index, devices=devices, virtual=virtual)
             self._compared = _Compared(key, end_s, comparison) if every_s > 1 else None
-        periods = mode_periods(events.changes, process_index) or [ModePeriod(process.mode, 0, 0)]
-        memory = device_peaks(store, process_index, periods)
-        for mode, peak in self._host_peaks.read(store, self._samples, periods).items():
-            memory.setdefault(mode, {})[HOST] = peak
-        return replace(comparison, memory={mode: peaks for mode, peaks in memory.items() if peaks})
+        starts = mode_starts(events.changes, process_index) or [(process.mode, 0)]
+        return replace(comparison, memory=read_peaks_by_mode(store, process_index, starts))
 
 
 # ------------------------------------------------------------------------------------------------ calls

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,8 +26,6 @@ COLUMNS = 640
 """Most columns to read."""
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Possible durations (s) of a column in a picture of the whole run, and of an interval in a report."""
-_OPEN_S = 5
-"""The columns of this many seconds before the newest step are read again: steps may still be added to them."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
 
 
@@ -40,34 +39,18 @@ def column_width_s(range_s: int, length_s: int) -> int:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-@dataclass(slots=True)
-class HistoryColumnCache:
-    """Reads the columns of one process, and caches the columns that can no longer change."""
+def read_columns(store: Store, process: int, start_s: int, end_s: int, width: int) -> tuple[Column, ...]:
+    """Return the columns of a process from `start_s` to `end_s` (the second after the newest step), oldest first."""
 
-    _of: tuple[int, int, int] = (-1, 0, 0)
-    """Process, width, and the first second."""
-    _closed: list[Column] = field(default_factory=list)
-    _main_kind: int = TRAINING
-    """The main kind of steps when the columns were read."""
-    _until: int = 0
-    """All columns before this second are complete."""
+    def read(start_s: int, end_s: int) -> dict[int, list[Column]]:
+        columns: dict[int, list[Column]] = {}
+        sums = _tallies_by_bin(store, process, start_s, end_s, width)
+        for (second, mode, kind), (tally, _) in sorted(sums.items()):
+            columns.setdefault(second, []).append(_column(store, second, mode, kind, tally))
+        return columns
 
-    def read(self, store: Store, process: int, start_s: int, end_s: int, width: int) -> tuple[Column, ...]:
-        """Return the columns from `start_s` to `end_s` (the second after the newest step), oldest first."""
-        start_s = store.bucket_start(start_s, width)
-        kept_process, kept_width, kept_start = self._of
-        if store.main_kind != self._main_kind:
-            self._main_kind, kept_process = store.main_kind, -1
-        if (kept_process, kept_width) != (process, width) or start_s < kept_start or end_s < self._until:
-            self._of, self._closed, self._until = (process, width, start_s), [], start_s
-        self._of = process, width, start_s
-        self._closed = [column for column in self._closed if column.second >= start_s]
-        sums = _tallies_by_bin(store, process, max(self._until, start_s), end_s, width)
-        fresh = [_column(store, *bin_key, tally) for bin_key, (tally, _) in sorted(sums.items())]
-        until = max(store.bucket_start(end_s - _OPEN_S, width), self._until)
-        self._closed += [column for column in fresh if column.second < until]
-        self._until = until
-        return (*self._closed, *(column for column in fresh if column.second >= until))
+    question = "columns", process, store.main_kind
+    return tuple(chain(*store.answers.read(store, question, width, start_s, end_s, read).values()))
 
 
 def subtract_input_waits(columns: Sequence[Column], waits: Iterable[Span], width: int) -> tuple[Column, ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from dpmon.model.compared_run import RUN_METRICS, STEP_METRICS, ComparedRun, Metric, build_compared_run
 from dpmon.model.comparison_stats import Change
-from dpmon.model.json_fields import fields_of, ms
 from dpmon.model.run_comparison import (
     SIDES,
     ComparedMetric,
@@ -23,13 +22,12 @@ from dpmon.model.run_comparison import (
 )
 from dpmon.record.schema import STEP
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
-from dpmon.report.plain_text import text_lines
-from dpmon.report.plots import plots_of_runs
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
 from dpmon.store.store_opening import open_store
+from dpmon.text.fact_table import fields_of, ms
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun
 
 SCHEMA = 1
@@ -71,28 +69,22 @@ def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunCompar
 # ------------------------------------------------------------------------------------------------ document
 
 
-def comparison_text(before: Iterable[Path], after: Iterable[Path], width: int) -> list[str]:
-    """Return the comparison of these runs in lines of at most `width` cells. Headings do not begin with a space."""
-    return text_lines(build_document(read_and_compare(before, after)), width)
-
-
 def build_document(comparison: RunComparison, judgments: Sequence[Judgment] = ()) -> Document:
-    """Build the document of a comparison, for text and page."""
+    """Build the document of a comparison, for text."""
     sides = list(zip(SIDES, comparison.sides, strict=True))
     scripts = dict.fromkeys(run.set_up["script"] or UNKNOWN for _, side in sides for run in side)
     names = [f"{name}: {', '.join(run.name for run in side)}" for name, side in sides]
     differences: list[Part] = [Paragraph("nothing that dpmon knows")]
     if comparison.differences:
-        differences = [Table(("", *SIDES), comparison.differences, has_text_columns=True)]
-    run_bins = [(f"{name} {run.name}", SIDES.index(name), run.bins) for name, side in sides for run in side]
+        differences = [Table(("", *SIDES), comparison.differences, text_columns=(1, 2))]
     sections = (
         Section("What differs", differences),
-        Section(f"Time per {comparison.unit}", [*_metric_table(comparison, STEP_METRICS), *plots_of_runs(run_bins)]),
+        Section(f"Time per {comparison.unit}", _metric_table(comparison, STEP_METRICS)),
         Section("The runs", _metric_table(comparison, RUN_METRICS)),
         Section("Ranks", _straggler_paragraphs(comparison)),
     )
     # The judgments are the verdict. Unless one is about the step time, it is given without a verdict.
-    is_time_needed = judgments and all(judgment.threshold.figure != STEP for judgment in judgments)
+    is_time_needed = judgments and all(judgment.figure != STEP for judgment in judgments)
     times = step_time_text(comparison) if is_time_needed else ""
     facts = [*([f"Time: {times}"] if times else []), *scope_notes(comparison), *_fact_sentences(comparison)]
     non_empty = [section for section in sections if section.parts]
@@ -147,11 +139,7 @@ def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:
     runs = [(name, run) for name, side in zip(SIDES, comparison.sides, strict=True) for run in side]
     if not any(run.straggler for _, run in runs):
         return []
-    paragraphs = []
-    for name, run in runs:
-        note = f" ({run.ranks_seen} ranks were seen)" if run.ranks_seen else ""
-        paragraphs.append(Paragraph(f"{name} {run.name}: {run.straggler or 'no straggler'}{note}"))
-    return paragraphs
+    return [Paragraph(f"{name} {run.name}: {run.straggler or 'no straggler'}") for name, run in runs]
 
 
 # ------------------------------------------------------------------------------------------------ JSON
@@ -184,10 +172,7 @@ def comparison_as_json(comparison: RunComparison, judgments: Sequence[Judgment] 
         "differences": [{"what": field, "a": a, "b": b} for field, a, b in comparison.differences],
         "most_changed": most_changed,
         "figures": {name: _metric_members(row) for name, row in comparison.compared.items()},
-        "gate": [
-            {**judgment.threshold._asdict(), "outcome": judgment.outcome, "text": judgment.text}
-            for judgment in judgments
-        ],
+        "gate": [judgment._asdict() for judgment in judgments],
     }
 
 

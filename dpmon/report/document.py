@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple
 from dpmon.model.findings.finding import Finding
 from dpmon.model.step_history import Bin
 
+MAX_ROWS = 40
+"""Most rows of a table, in text and on a page."""
+
 
 class Paragraph(NamedTuple):
     """One paragraph of text; `is_note`: a note about other parts."""
@@ -21,26 +24,14 @@ class Paragraph(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of cells below a header. The first column is text, the others are numbers.
+    """Rows of cells below a header. The first column and `text_columns` are text, the others are numbers.
 
-    With `has_text_columns`, the second and the last column are text as well, and the last may be long.
+    If the last column is text, it may be long: it is wrapped.
     """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-    has_text_columns: bool = False
-
-
-class LabeledSentences(NamedTuple):
-    """A list of rows in which the last cell is a sentence, after its labels."""
-
-    rows: Sequence[Sequence[str]]
-    max_rows: int
-    """Most rows in text."""
-    indent: int = 4
-    """Column at which continuation lines begin in text; a single label is padded up to it."""
-    headers: Sequence[str] = ()
-    """Column titles, if the page shows a table."""
+    text_columns: Sequence[int] = ()
 
 
 class Findings(NamedTuple):
@@ -106,7 +97,7 @@ class Plot(NamedTuple):
     """The end of the value axis; None: derived from the values."""
 
 
-Part = Paragraph | Table | LabeledSentences | Findings | OutputLines | TextHistogram | Plot
+Part = Paragraph | Table | Findings | OutputLines | TextHistogram | Plot
 
 
 class Section(NamedTuple):
@@ -118,7 +109,7 @@ class Section(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A report on one run: script, run name, state in a word and in a sentence, basic facts, sections."""
+    """A report on one run: script, run name, state in a word and in a sentence, set-up, basic facts, sections."""
 
     script: str
     run: str
@@ -126,3 +117,5 @@ class Document(NamedTuple):
     outcome: str
     facts: Sequence[str]
     sections: Sequence[Section]
+    setup: Sequence[str] = ()
+    """When, where and with what it ran; the summary at the end of a run leaves it out."""

@@ -47,7 +47,7 @@ LOST = "lost"
 _FAILED_ENDS = ("failed", "killed", LOST, "ended")
 """Ends that count as failures; it is unknown how a run that is lost or ended came to its end."""
 _MIN_SHOWN_S = 1.0
-"""What people read, for states whose value in JSON is another word."""
+"""Shorter durations are not shown."""
 
 
 class Health(NamedTuple):
@@ -61,6 +61,8 @@ class Health(NamedTuple):
     remedy: str | None = None
     end: str | None = None
     """How it ended: finished, stopped, interrupted, failed, killed, lost, ended (unknown); None while it runs."""
+    exit_info: ExitInfo | None = None
+    """The record of its end; not in JSON."""
 
     @property
     def exit_status(self) -> int:
@@ -73,19 +75,34 @@ class Health(NamedTuple):
 
     def fields(self) -> dict[str, object]:
         """Return the members of the JSON object."""
-        return {**self._asdict(), "fine": self.exit_status == IS_FINE}
+        members = self._asdict()
+        del members["exit_info"]
+        return {**members, "fine": self.exit_status == IS_FINE}
 
     def sentence(self, t_s: float) -> str:
         """Return state, duration and reason in a sentence. `t_s`: now, in seconds since the run's start."""
+        if self.exit_info is not None:
+            return exit_sentence(self.exit_info)
         duration_text = ""
-        if self.since_s is not None and self.end is not None:
-            duration_text = f" after {format_run_time(self.since_s)}"
-        elif self.since_s is not None and t_s - self.since_s >= _MIN_SHOWN_S:
+        if self.since_s is not None and t_s - self.since_s >= _MIN_SHOWN_S:
             duration_text = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
-        word = self.end or format_state(self.state)
-        if self.end == "stopped":
-            word = STOPPED_BY_YOU
-        return f"{word}{duration_text}" + (f": {self.reason}" if self.reason else "")
+        return f"{self.end or format_state(self.state)}{duration_text}" + (f": {self.reason}" if self.reason else "")
+
+
+def exit_sentence(exit_info: ExitInfo) -> str:
+    """Return how a run ended, how long it took and the cause of a failure, if it is known."""
+    if exit_info.error is not None:
+        return exit_info.error
+    duration_text, cause_text = format_run_time(exit_info.seconds), f": {exit_info.cause}" if exit_info.cause else ""
+    if exit_info.stopped:
+        return f"{STOPPED_BY_YOU} after {duration_text}"
+    if exit_info.status is None:
+        return f"ended after {duration_text}, status unknown: {exit_info.unknown or 'it was not recorded'}"
+    if exit_info.signal is not None:
+        return f"killed by {exit_info.signal} after {duration_text}{cause_text}"
+    if exit_info.status == 0:
+        return f"finished in {duration_text}"
+    return f"failed with exit status {exit_info.status} after {duration_text}{cause_text}"
 
 
 def read_health(directory: Path) -> Health:
@@ -110,7 +127,8 @@ def assess_health(reader: RunReader, snapshot: RunSnapshot) -> Health:
     directory, run_info = reader.directory, reader.info
     word, exit_info = run_state(directory, run_info)
     if exit_info is not None or word == LOST:
-        return Health(ENDED, None if exit_info is None else exit_info.seconds, _end_reason(exit_info), None, word)
+        since_s = None if exit_info is None else exit_info.seconds
+        return Health(ENDED, since_s, _end_reason(exit_info), None, word, exit_info)
     if word == "ending":
         return Health(ENDED, None, "its record is being completed")
     if word == ELSEWHERE:

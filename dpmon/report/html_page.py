@@ -13,9 +13,9 @@ from itertools import chain
 
 from dpmon.record.schema import SECOND
 from dpmon.report.document import (
+    MAX_ROWS,
     Document,
     Findings,
-    LabeledSentences,
     OutputLines,
     Paragraph,
     Part,
@@ -24,7 +24,6 @@ from dpmon.report.document import (
     Section,
     Table,
 )
-from dpmon.report.sections import MAX_ROWS
 from dpmon.sanitize import sanitize_line
 from dpmon.text.formatting import format_elapsed, format_percent, format_short_elapsed, format_three_digits
 
@@ -90,7 +89,7 @@ def render_page(document: Document) -> str:
             f"<title>{script}: dpmon report</title>\n<style>{_STYLE}</style></head>\n<body>\n",
             f"<h1>{script} <span class=soft>{run}</span></h1>\n",
             f'<p class="outcome {escape_html(document.state)}">{escape_html(document.outcome)}</p>\n',
-            *(_render_paragraph(fact, soft=True) for fact in document.facts),
+            *(_render_paragraph(fact, soft=True) for fact in (*document.setup, *document.facts)),
             f"<nav>{links}</nav>\n",
             *(_render_section(section, number) for number, section in enumerate(document.sections)),
             "</body></html>\n",
@@ -107,11 +106,7 @@ def _render_part(part: Part) -> str:
     if isinstance(part, Paragraph):
         return _render_paragraph(part.text, soft=part.is_note)
     if isinstance(part, Table):
-        return _render_table(part.headers, part.rows, (1, len(part.headers) - 1) if part.has_text_columns else ())
-    if isinstance(part, LabeledSentences):
-        if part.headers:
-            return _render_table(part.headers, part.rows, range(1, len(part.headers)))
-        return "".join(_render_paragraph(" ".join(row)) for row in part.rows[:MAX_ROWS])
+        return _render_table(part.headers, part.rows, part.text_columns)
     if isinstance(part, Findings):
         return "".join(_render_findings(part))
     if isinstance(part, OutputLines):

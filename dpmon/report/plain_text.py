@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from dpmon.report.document import (
+    MAX_ROWS,
     Document,
     Findings,
-    LabeledSentences,
     OutputLines,
     Paragraph,
     Part,
@@ -19,12 +19,14 @@ from dpmon.report.document import (
     TextHistogram,
 )
 from dpmon.report.report_data import collect_report_data
-from dpmon.report.sections import MAX_ROWS, build_document
+from dpmon.report.sections import build_document
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_duration, format_elapsed
 
 MIN_WIDTH = 40
+_MIN_FLOW_CELLS = 30
+"""Fewest cells for the last column of a table; where it has less, its texts are on lines of their own."""
 BAR_CHARS = "▁▂▃▄▅▆▇█"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|[KMGT]iB)(?!\w))")
@@ -43,7 +45,7 @@ def text_lines(document: Document, width: int = 80) -> list[str]:
     """Return a report in lines of at most `width` cells, but at least MIN_WIDTH."""
     width = max(width, MIN_WIDTH)
     lines = _wrap_lines(f"{document.script} ({document.run}): {document.outcome}", width, "", "  ")
-    for fact in document.facts:
+    for fact in (*document.setup, *document.facts):
         lines += _wrap_lines(fact, width)
     for section in document.sections:
         lines += ["", *section_lines(section, width)]
@@ -63,8 +65,6 @@ def _render_part(part: Part, width: int) -> Iterable[str]:
         return _wrap_lines(part.text, width)
     if isinstance(part, Table):
         return _render_table(part, width)
-    if isinstance(part, LabeledSentences):
-        return _render_labeled_sentences(part, width)
     if isinstance(part, Findings):
         return _render_findings(part, width)
     if isinstance(part, OutputLines):
@@ -79,53 +79,30 @@ def _wrap_lines(text: str, width: int, first_indent: str = "  ", indent: str | N
     return [line.replace(_NO_BREAK, " ") for line in lines] or [first_indent.rstrip()]
 
 
-def _omitted_rows_line(rows: Sequence[object], shown_count: int) -> list[str]:
-    return [f"  and {len(rows) - shown_count:,} more; --json has them all"] if len(rows) > shown_count else []
-
-
-def _align_columns(rows: Sequence[Sequence[str]], width: int, left_aligned: int) -> list[str]:
-    """Return lines with columns as wide as their content, `left_aligned` of them left-aligned, truncated to `width`."""
-    rows = [[sanitize_line(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(size) if column < left_aligned else cell.rjust(size)
-            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(truncate("  " + "  ".join(cells).rstrip(), width))
-    return lines
-
-
 def _render_table(table: Table, width: int) -> list[str]:
-    """Return the lines of a table. A last column of text goes to lines of its own if it does not fit."""
-    rows = [table.headers, *table.rows[:MAX_ROWS]]
-    omitted_line = _omitted_rows_line(table.rows, MAX_ROWS)
-    if not table.has_text_columns:
-        return [*_align_columns(rows, width, left_aligned=1), *omitted_line]
-    short_lines = _align_columns([row[:-1] for row in rows], width, left_aligned=2)
-    max_width = max(map(len, short_lines))
-    if max(len(sanitize_line(row[-1])) for row in rows) <= width - max_width - 2:
-        lines = [
-            f"{line.ljust(max_width)}  {sanitize_line(row[-1])}" for line, row in zip(short_lines, rows, strict=True)
-        ]
-        return [*lines, *omitted_line]
+    """Return the lines of a table, with columns as wide as their content. A last column of text is wrapped."""
+    rows = [[sanitize_line(cell) for cell in row] for row in (table.headers, *table.rows[:MAX_ROWS])]
+    flows = len(table.headers) - 1 in table.text_columns
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)][: -1 if flows else None]
+    start = 2 + sum(widths) + 2 * len(widths)
+    has_own_lines = flows and max(len(row[-1]) for row in rows) > width - start and width - start < _MIN_FLOW_CELLS
     label = f"{table.headers[-1]}: " if len(table.headers[-1]) == 1 else ""
-    lines = short_lines[:1]
-    for line, row in zip(short_lines[1:], rows[1:], strict=True):
-        lines += [line, *_wrap_lines(f"{label}{row[-1]}", width, "      ")]
-    return [*lines, *omitted_line]
-
-
-def _render_labeled_sentences(part: LabeledSentences, width: int) -> list[str]:
     lines = []
-    for row in part.rows[: part.max_rows]:
-        label, text = "", "  ".join(row)
-        if len(row) == 2:
-            label, text = row
-            label = sanitize_line(label).ljust(part.indent - 2)
-        lines += _wrap_lines(text, width, f"  {label}", " " * part.indent)
-    return [*lines, *_omitted_rows_line(part.rows, part.max_rows)]
+    for number, row in enumerate(rows):
+        cells = [
+            cell.ljust(size) if column == 0 or column in table.text_columns else cell.rjust(size)
+            for column, (cell, size) in enumerate(zip(row, widths, strict=False))
+        ]
+        text = "  " + "".join(f"{cell}  " for cell in cells)
+        if flows and not has_own_lines:
+            lines += _wrap_lines(row[-1], width, text, " " * start)
+        else:
+            lines.append(truncate(text.rstrip(), width))
+            if has_own_lines and number and row[-1]:
+                lines += _wrap_lines(f"{label}{row[-1]}", width, "      ")
+    lines = [line.rstrip() for line in lines][0 if any(table.headers) else 1 :]
+    omitted_count = len(table.rows) - MAX_ROWS
+    return [*lines, f"  and {omitted_count:,} more; --json has them all"] if omitted_count > 0 else lines
 
 
 def _render_findings(findings: Findings, width: int) -> list[str]:

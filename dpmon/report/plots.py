@@ -183,26 +183,6 @@ def _mode_parts_plot(run: RunAnalysis) -> Plot | None:
     return Plot("modes", "The step by mode", note, series, "ms per step (mean)", [title for title, _, _ in modes])
 
 
-def plots_of_runs(runs: Sequence[tuple[str, int, Sequence[Bin]]]) -> list[Plot]:
-    """Return a plot of several runs over time, and one by phase. `runs`: label, side (0 or 1) and bins of each."""
-    runs = [(label, side, bins) for label, side, bins in runs if bins]
-    if not runs:
-        return []
-    series = [
-        PlotSeries(
-            label,
-            _LINE_COLORS[side],
-            _points_over_time(bins, lambda time_bin: time_bin.wall_ns / time_bin.steps / 1e6),
-            "steps",
-        )
-        for label, side, bins in runs
-    ]
-    over_time = Plot("step-time", "Step time", "mean over intervals of each run", series, "ms per step")
-    parts = _part_series([(row, row) for row in range(len(runs))], [bins for _, _, bins in runs])
-    note, labels = "mean over all steps of each run", [label for label, _, _ in runs]
-    return [over_time, Plot("runs", "Where step time goes", note, parts, "ms per step (mean)", labels)]
-
-
 def _bars_per_row(
     name: str, color: str, times_ns: Iterable[float | None], kind: Literal["bars", "whisker"]
 ) -> PlotSeries:

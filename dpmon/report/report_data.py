@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.run_analysis import RunAnalysis
+from dpmon.report.health import read_health
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
 from dpmon.run.lifecycle import run_state
@@ -34,6 +36,9 @@ class ReportData:
     exit_info: ExitInfo | None
     state: str
     """A state of `dpmon.run.lifecycle.run_state`."""
+    outcome: str
+    """The same in a sentence (dpmon.report.health)."""
+    has_ended: bool
     run: RunAnalysis
     findings: Sequence[Finding]
     warnings: Sequence[str]
@@ -47,7 +52,7 @@ def collect_report_data(directory: Path) -> ReportData:
     """Return the data of the run in `directory`, so far. Raises RunError if it is no run, HistoryError if damaged."""
     run_info = load_info(directory)
     state, exit_info = run_state(directory, run_info)
-    stop_requested = stop_requested_unix(directory)
+    health, stop_requested = read_health(directory), stop_requested_unix(directory)
     failure = None
     if exit_info is not None and exit_info.status and exit_info.signal is None and not exit_info.stopped:
         failure = find_first_failure(directory, run_info, exit_info.status)
@@ -77,6 +82,8 @@ def collect_report_data(directory: Path) -> ReportData:
         run_info,
         exit_info,
         state,
+        health.sentence(time.time() - run_info.started_unix),
+        health.end is not None,
         run,
         findings,
         warnings,

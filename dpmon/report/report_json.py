@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
+from dpmon.model.communication import Communication, Wrapper
 from dpmon.model.device_usage import DeviceUsage, HostUsage
-from dpmon.model.epoch_progress import Epoch
-from dpmon.model.json_fields import (
-    communication_fields,
-    fields_of,
-    loss_fields,
-    ms,
-    phase_fields,
-    progress_fields,
-    rank_fields,
-)
+from dpmon.model.epoch_progress import Progress, format_progress
+from dpmon.model.loss_curves import LossCurve
 from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import PARTS, Bin
+from dpmon.model.stragglers import RankTimes, Straggler, straggler_sentence
+from dpmon.record.record_types import Operation
 from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING
+from dpmon.report import tables
 from dpmon.report.report_data import ReportData
 from dpmon.store.loss_table import LossBin
 from dpmon.store.step_stats import quantities_to_json, rate_to_json
-from dpmon.store.tally import SeriesStats
+from dpmon.text.fact_table import fields_of
 
 _MAX_GAPS = 100
 _MEMORY_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
-_DEVICE_FIELDS = (
-    *("index", "name", "uuid", "called", "of_run", "samples", "util_median", "mem_used_max", "mem_run_max"),
-    *("mem_total", "temperature_max", "power_max", "throttled"),
-)
+_NO_TIMES = RankTimes(-1, -1, 0, None, {})
+_ELSEWHERE = ("number", "iteration", "comm_ns", "overlap_ns", "no_sync_times", "group", "all_used")
+_WRAPPER = tuple(name for name in Wrapper._fields if name not in _ELSEWHERE)
 
 
 def report_as_json(report: ReportData) -> dict[str, object]:
@@ -59,25 +55,10 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "evaluations": [_mode_members(run, stats) for stats in run.other_modes],
         "elapsed": _elapsed_members(run),
         "progress": progress_fields(run.progress),
-        "epochs": [fields_of(epoch, *Epoch._fields) for epoch in run.progress.epochs],
+        "epochs": [tables.EPOCHS.as_json(epoch) for epoch in run.progress.epochs],
         "findings": [finding._asdict() for finding in report.findings],
-        "replicas": [
-            {
-                **fields_of(one, "mode", "root", "replica", "device", "virtual", "calls", "rows"),
-                "median_ms": ms(one.time.median),
-                "p95_ms": ms(one.time.quantile(0.95)),
-                **_device_time_members(one.on_device, one.untimed),
-            }
-            for one in run.replicas
-        ],
-        "sizes": [
-            {
-                **fields_of(line, "mode", "root", "replica", "device", "inputs", "outputs", "calls"),
-                "step_kind": STEP_KINDS[line.kind],
-                "evaluations": line.calls * (line.kind == EVALUATION),
-            }
-            for line in run.sizes
-        ],
+        "replicas": [tables.REPLICAS.as_json(replica) for replica in run.replicas],
+        "sizes": _size_members(run),
         "ranks": _rank_members(run),
         "communication": communication_fields(run.communication),
         "losses": [
@@ -89,25 +70,18 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             }
             for curve in run.losses
         ],
-        "stages": [
-            {
-                **fields_of(line, "root", "stage", "device", "parts", "inputs", "outputs", "calls"),
-                "median_ms": ms(line.time.median),
-                **_device_time_members(line.on_device, line.untimed),
-            }
-            for line in run.stages
-        ],
-        "devices": [fields_of(device, *_DEVICE_FIELDS) for device in run.devices],
+        "stages": [tables.STAGES.as_json(stage) for stage in run.stages],
+        "devices": [tables.DEVICES.as_json(device) for device in run.devices],
         "host": _host_members(run.samples.hosts, run.host),
         "memory": [
             {
-                **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),
-                "known": dict(zip(_MEMORY_PARTS, row.known, strict=True)),
+                **tables.MEMORY.as_json(memory),
+                "known": dict(zip(_MEMORY_PARTS, memory.known, strict=True)),
                 "absent": {
-                    name: reason for name, reason in row.absent.items() if getattr(row, name[:-6], None) is None
+                    name: reason for name, reason in memory.absent.items() if getattr(memory, name[:-6], None) is None
                 },
             }
-            for row in run.memory
+            for memory in run.memory
         ],
         "compared": _mode_comparison_members(run),
         "mode_changes": [
@@ -139,21 +113,15 @@ def report_as_json(report: ReportData) -> dict[str, object]:
 
 def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
     return {
-        **fields_of(stats, "virtual", "process"),
+        **tables.mode_table(run).as_json(stats),
         "rank": run.rank(stats.process),
-        **fields_of(stats, "median_ns", "p95_ns"),
         "mode": stats.mode or None,
         "step_kind": STEP_KINDS[stats.kind],
-        "steps": run.window.step_counts(stats.kind, stats.mode)[0],
         "process_steps": stats.steps,
         "process_updates": stats.tally.updates,
         **rate_to_json(stats.rate),
         "phases": {
-            phase.name: {
-                **phase_fields(phase),
-                "device_count": phase.device_count,
-                "count": phase.ran,
-            }
+            phase.name: {**tables.PHASES.as_json(phase), "device_count": phase.device_count, "count": phase.ran}
             for phase in stats.phases
         },
         "quantities": quantities_to_json(stats.known_quantities),
@@ -167,24 +135,35 @@ def _elapsed_members(run: RunAnalysis) -> dict[str, object]:
     return {**{f"{activity}_s": ns / 1e9 for activity, ns in run.time_by_activity.items()}, "gaps": gaps}
 
 
-def _device_time_members(times: SeriesStats, untimed: str | None) -> dict[str, object]:
-    absent = {} if untimed is None else {"device_median_ms": untimed}
-    return {"device_median_ms": ms(times.median), "device_calls": times.count, "absent": absent}
+def _size_members(run: RunAnalysis) -> list[dict[str, object]]:
+    """Return the inputs and outputs of each replica by their number of calls; empty if the ranks have them."""
+    if len(run.processes) > 1 and run.layouts.have_only_ranks():
+        return []
+    return [
+        {
+            **fields_of(replica, "mode", "root", "replica", "device"),
+            "inputs": inputs,
+            "outputs": outputs,
+            "calls": replica.sizes[inputs, outputs],
+            "step_kind": STEP_KINDS[replica.kind],
+            "evaluations": replica.sizes[inputs, outputs] * (replica.kind == EVALUATION),
+        }
+        for replica in run.replicas_by_kind
+        for inputs, outputs in replica.sizes_by_calls
+    ]
 
 
 def _rank_members(run: RunAnalysis) -> list[dict[str, object]]:
-    device_median = "forward_device_median_ms"
     return [
-        {
-            **fields_of(line, "process", "rank", "node", "world", "device", "inputs", "outputs"),
-            **fields_of(line, "calls", "steps", "median_ns"),
-            **rate_to_json(line.rate),
-            device_median: ms(line.forward_ns),
-            "absent": {} if line.untimed is None else {device_median: line.untimed},
-            **rank_fields(line.times),
-        }
-        for line in run.ranks
+        {**tables.RANKS.as_json(rank), **rate_to_json(rank.rate), **rank_time_members(rank.times)} for rank in run.ranks
     ]
+
+
+def rank_time_members(times: RankTimes | None) -> dict[str, object]:
+    """Return the mean times of a rank in ms; null if unknown."""
+    times = _NO_TIMES if times is None else times
+    slowest = times.slowest if times.joined else None
+    return {**tables.RANK_TIMES.as_json(times), "slowest": slowest, "joined_steps": times.joined}
 
 
 def _host_members(hosts: Sequence[DeviceUsage], host_usage: HostUsage | None) -> dict[str, object] | None:
@@ -205,7 +184,7 @@ def _mode_comparison_members(run: RunAnalysis) -> dict[str, object] | None:
         return None
     return {
         "sentence": verdict_sentence(comparison),
-        **fields_of(comparison, "missing", "efficiency", "outcome", "by_mean"),
+        **fields_of(comparison, "missing", "efficiency", "outcome"),
         **dict(zip(("speedup", "low", "high"), comparison.speedup or (None, None, None), strict=True)),
         "steps": {mode: side.steps for mode, side in comparison.sides.items()},
     }
@@ -220,3 +199,62 @@ def _bin_members(time_bin: Bin) -> dict[str, object]:
         "mean_ms": time_bin.wall_ns / time_bin.steps / 1e6,
         "parts_ms": {name: part_ns / 1e6 for name, part_ns in zip(PARTS, time_bin.parts, strict=True)},
     }
+
+
+def progress_fields(progress: Progress) -> dict[str, object]:
+    """Return epoch and batch of a process, and the time left in the epoch."""
+    members = fields_of(progress, "epoch", "batch", "batches", "left_ns", "error_ns", "absent")
+    return {**members, "text": format_progress(progress) or None}
+
+
+def loss_fields(curve: LossCurve) -> dict[str, object]:
+    """Return the newest loss of a line that calls backward; null, with a reason, if it is no finite number."""
+    is_finite = curve.last is not None and isfinite(curve.last)
+    return {
+        **fields_of(curve, "place", "step", "t_ns", "smoothed"),
+        "loss": curve.last if is_finite else None,
+        "absent": {} if is_finite else {"loss": curve.why or repr(curve.last)},
+    }
+
+
+def communication_fields(communication: Communication | None) -> dict[str, object] | None:
+    """Return the communication as JSON members; None if no ranks train together."""
+    if communication is None:
+        return None
+    torch_times, collectives = communication.torch_times, communication.collectives
+    return {
+        **fields_of(communication, "exposed_ns", "exposed_share", "wait_ns", "wait_share", "missing"),
+        "joined_steps": communication.step_count_with_waits,
+        **fields_of(communication, "synced", "unsynced"),
+        "straggler": _straggler(communication.straggler, communication.lately),
+        "torch": None if torch_times is None else _torch_times(torch_times),
+        "sampled": {
+            "samples": collectives.samples,
+            "one_in": communication.one_in,
+            "absent": collectives.why,
+            "operations": [_operation(operation) for operation in collectives.operations],
+        },
+        "wrappers": [
+            {"wrapper": wrapper.number, **fields_of(wrapper, *_WRAPPER)} for wrapper in communication.wrappers
+        ],
+    }
+
+
+def _torch_times(wrapper: Wrapper) -> dict[str, object]:
+    members = {**fields_of(wrapper, "process", "iteration", "comm_ns", "overlap_ns"), "absent": {}}
+    if len(wrapper.bucket_bytes) < 2:
+        single = "with a single bucket nothing can be hidden: its communication begins after the last gradient"
+        reason = single if wrapper.bucket_bytes else "the buckets are unknown"
+        members |= {"overlap_ms": None, "absent": {"overlap_ms": reason}}
+    return members
+
+
+def _straggler(straggler: Straggler | None, lately: bool) -> dict[str, object] | None:
+    if straggler is None:
+        return None
+    names = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
+    return {**fields_of(straggler, *names), "sentence": straggler_sentence(straggler, lately=lately)}
+
+
+def _operation(operation: Operation) -> dict[str, object]:
+    return fields_of(operation, "name", "size", "collectives", "bytes")

@@ -17,7 +17,6 @@ from dpmon.model.run_snapshot import ModeChange, ProcessInfo
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData
-from dpmon.run.lifecycle import STOPPED_BY_YOU
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.text.formatting import (
@@ -27,7 +26,6 @@ from dpmon.text.formatting import (
     format_long_duration,
     format_percent,
     format_quantities,
-    format_run_time,
     format_updates,
 )
 
@@ -40,62 +38,30 @@ _NO_END = "without a recorded end"
 
 MAX_STALLS = 5
 """How many of the newest stalls the report shows."""
-_LIVE_STATES = {
-    "running": "still running",
-    "unsupervised": "still running, without a supervisor",
-    "starting": "not started yet",
-    "ending": "ending",
-    "elsewhere": "on another node; whether it still runs is not known here",
-}
 
 
-def run_end_sentence(report: ReportData) -> str:
-    """Return how the run ended, or its state while it runs."""
-    exit_info = report.exit_info
-    if exit_info is None and report.state == "unsupervised" and report.run_info.nodes:
-        return "not known here, because its mirror has exited"
-    if exit_info is None:
-        return _LIVE_STATES.get(report.state, "how it ended is unknown")
-    return exit_sentence(exit_info, f": {exit_info.cause}" if exit_info.cause else "")
-
-
-def exit_sentence(exit_info: ExitInfo, cause_text: str) -> str:
-    """Return how a run ended and how long it took; `cause_text` follows a failure."""
-    if exit_info.error is not None:
-        return exit_info.error
-    duration_text = format_run_time(exit_info.seconds)
-    if exit_info.stopped:
-        return f"{STOPPED_BY_YOU} after {duration_text}"
-    if exit_info.status is None:
-        return f"ended after {duration_text}, status unknown: {exit_info.unknown or 'it was not recorded'}"
-    if exit_info.signal is not None:
-        return f"killed by {exit_info.signal} after {duration_text}{cause_text}"
-    if exit_info.status == 0:
-        return f"finished in {duration_text}"
-    return f"failed with exit status {exit_info.status} after {duration_text}{cause_text}"
-
-
-def is_over(report: ReportData) -> bool:
-    """Return whether the run has ended."""
-    return report.exit_info is not None or report.state not in _LIVE_STATES
+def setup_facts(report: ReportData) -> list[str]:
+    """Return when and where the run started, and the versions."""
+    run_info = report.run_info
+    start_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run_info.started_unix))
+    process = next(iter(report.run.announced.info.values()), ProcessInfo(0))
+    versions = (
+        f"Python {process.python or 'unknown'}",
+        f"torch {process.torch or 'unknown'}",
+        f"dpmon {run_info.versions.get('dpmon', '?')}",
+    )
+    return [f"started {start_text} in {run_info.cwd or 'a deleted directory'}", ", ".join(versions)]
 
 
 def basic_facts(report: ReportData) -> list[str]:
-    """Return the basic facts: times and versions, and what is missing from the record."""
-    run, run_info = report.run, report.run_info
-    start_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run_info.started_unix))
-    process = next(iter(run.announced.info.values()), ProcessInfo(0))
-    texts = [
-        f"started {start_text} in {run_info.cwd or 'a deleted directory'}",
-        processes_and_modes(report.run),
-        f"Python {process.python or 'unknown'}, torch {process.torch or 'unknown'},"
-        f" dpmon {run_info.versions.get('dpmon', '?')}",
-    ]
+    """Return the basic facts: processes, steps and modes, and what is missing from the record."""
+    run = report.run
+    texts = [processes_and_modes(run)]
     if run.open_calls:
         texts.append(format_calls_so_far(run.open_calls))
     if report.untraced_reason is not None:
         texts.append(f"nothing was traced: {report.untraced_reason}")
-    texts += [*slow_first_step_note(run), *stall_sentences(run, report.exit_info, has_ended=is_over(report))]
+    texts += [*slow_first_step_note(run), *stall_sentences(run, report.exit_info, has_ended=report.has_ended)]
     pauses = pause_sentence(report)
     if pauses is not None:
         texts.append(pauses)
@@ -194,7 +160,7 @@ def pause_sentence(report: ReportData) -> str | None:
             f"not counted in any step or phase; for {format_long_duration(report.run.paused_alone_ns)} of it"
             " another process was not paused, and device metrics include that part"
         )
-    return f"{pause_count_text(totals, is_over(report))}: {accounting_text}"
+    return f"{pause_count_text(totals, report.has_ended)}: {accounting_text}"
 
 
 def pause_count_text(totals: PauseTotals, has_ended: bool) -> str:

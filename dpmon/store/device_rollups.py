@@ -75,12 +75,3 @@ def read_device_minutes(store: Store) -> list[DeviceRollup]:
     last_s = END_S if first_ns is None else first_ns // SECOND + store.origin_s - 60
     rows = DEVICE_ROLLUPS.select(store.connection, "WHERE start_s <= ? ORDER BY start_s, device, name", (last_s,))
     return [replace(row, start_s=row.start_s - store.origin_s) if row.start_s > BEFORE_S else row for row in rows]
-
-
-def read_host_memory(store: Store, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
-    """Return (start in ns, peak host memory of the run's processes in bytes) of each minute between two times."""
-    condition = "WHERE start_s >= ? AND start_s < ? AND device = ? AND name = 'run_mem_bytes' ORDER BY start_s"
-    begin_s = -(-start_ns // SECOND) + store.origin_s if start_ns > 0 else 0
-    end_s = min(end_ns, store.until_ns) // SECOND + store.origin_s
-    rows = DEVICE_ROLLUPS.select(store.connection, condition, (begin_s, end_s, HOST))
-    return [((row.start_s - store.origin_s) * SECOND, int(row.high)) for row in rows]

@@ -40,7 +40,7 @@ HOST = -1
 """Device index of the host."""
 _MAX_PROCESS_EVENTS = 64
 """How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
-_SAMPLED = ("util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
+_SAMPLED = ("util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w")
 """The values of a sample for the charts; a sample has one of the first two."""
 
 
@@ -75,8 +75,6 @@ class ChartSample(NamedTuple):
     mem_total: float | None
     power: float | None
     """Watts."""
-    run_mem: float | None
-    """Host memory in use by the run's processes (bytes)."""
 
 
 @lru_cache(maxsize=1024)  # every frame of the screen needs the same lasting events

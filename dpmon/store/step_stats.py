@@ -40,7 +40,6 @@ from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from dpmon.store.time_accounting import ACTIVITIES, union_of_intervals
-from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -324,10 +323,9 @@ class StatsWindow:
         """The activities of each process by mode, in order of time."""
         return list(read_times(self._store, self._begin_s, self._end_s, process=self._process))
 
-    def rows(self, process: int, begin_s: int = 0, widest: int = WIDTHS[-1]) -> Iterator[tuple[TallyKey, Tally]]:
-        """Yield the key and the tally of each row of one process from `begin_s` on, in order of time."""
-        begin_s = max(begin_s, self._begin_s)
-        for _, _, key, tally in read_tally_rows(self._store, begin_s, self._end_s, process=process, widest=widest):
+    def rows(self, process: int) -> Iterator[tuple[TallyKey, Tally]]:
+        """Yield the key and the tally of each row of one process, in order of time."""
+        for _, _, key, tally in read_tally_rows(self._store, self._begin_s, self._end_s, process=process):
             yield key, tally
 
     @cached_property

@@ -256,6 +256,7 @@ def _outermost_rows(
 
     `order` ASC: return the first row.
     """
+    store.find_last_ids(processes)
     bounds = ", ".join(f"({process}, {store.first_id(process)}, {store.last_id(process)})" for process in processes)
     outermost = f"SELECT id FROM steps WHERE process = who AND id BETWEEN low AND high AND {condition}"
     outermost += f" ORDER BY id {order} LIMIT 1"

@@ -6,19 +6,23 @@ of a table has its other queries (dpmon.store.database lists them); dpmon.store.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
 
 from dpmon.record.history_rows import Defined, Resolver
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, SECOND, STEP_KINDS, TRAINING
+from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.store.database import HistoryConnection
 from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.rings import RINGS
 from dpmon.store.table import LAST_NS, Parameters
 from dpmon.store.time_buckets import TimeBuckets, bucket_start
 
+_MANY, _MIN_NEAR_IDS = 8, 2048
+"""For more processes than the first, rows are searched among the ids near that of one of them: `_MANY` for each ring on
+either side, and at least the second."""
 _ROWS_PER_SIDE = 2
 """How many rows a search for a time reads on each side. To find more, SQLite would skip the rows of too many ranks."""
 
@@ -77,6 +81,8 @@ class Store:
         """By process: see `last_id`."""
         self._last_found_id = 0
         """The previous result of `_find_last_id`; 0 if there is none."""
+        self.answers = BucketAnswers()
+        """What was derived from finished time buckets: see `remember`."""
         self.undefined = 0
         """Number of rows without a record, because they refer to a lost definition."""
 
@@ -85,6 +91,11 @@ class Store:
         store = copy(self)
         store.until_ns, store._last_ids = LAST_NS if t_ns is None else t_ns, {}
         return store
+
+    def remember(self, answers: BucketAnswers) -> None:
+        """Use the answers that earlier reads of this history have derived, as far as they still hold."""
+        answers.start_read(self)
+        self.answers = answers
 
     @property
     def unread_warning(self) -> str | None:
@@ -100,6 +111,11 @@ class Store:
         The first bucket may start before the run.
         """
         return bucket_start(second, width, self.origin_s)
+
+    @property
+    def newest_s(self) -> int:
+        """The newest second with a time bucket."""
+        return self.buckets.end_s - 1 - self.origin_s
 
     @property
     def is_mirror(self) -> bool:
@@ -164,6 +180,24 @@ class Store:
                 last_id = self._find_last_id(process, self.first_id(process), last_id)
             self._last_ids[process] = last_id
         return last_id
+
+    def find_last_ids(self, processes: Sequence[int]) -> None:
+        """Find what `last_id` returns for many processes in one query: the rows of one time have near ids.
+
+        If a process has no row there, or none after it, `last_id` searches for it alone.
+        """
+        if self.until_ns == LAST_NS or len(processes) <= _MANY:
+            return
+        near_id, reach = self.last_id(processes[0]), max(_MANY * len(self.rings), _MIN_NEAR_IDS)
+        query = (
+            "SELECT process, max(CASE WHEN start_ns + wall_ns <= ?1 THEN id END), max(start_ns + wall_ns > ?1), max(id)"
+            " FROM steps WHERE id BETWEEN ?2 AND ?3 GROUP BY process"
+        )
+        for process, last_id, has_later, newest_id in self.query(
+            query, (self.until_ns, near_id - reach, near_id + reach)
+        ):
+            if last_id is not None and (has_later or newest_id == self.rings[process].last_id):
+                self._last_ids[process] = last_id
 
     @cached_property
     def newest_step_id(self) -> int:

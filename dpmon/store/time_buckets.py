@@ -136,8 +136,9 @@ class TimeBuckets:
             self.made_until[width], self.deleted_until[width] = made_s, deleted_s
         queries = (f"SELECT max(start_s) FROM {table} WHERE width = 1" for table in ("tallies", "times"))
         newest_seconds = [second for query in queries for (second,) in connection.rows(query) if second is not None]
-        # Only a mirror of many nodes has no buckets of one second.
-        self._end_s = max(newest_seconds, default=self.made_until[WIDTHS[1]] - 1) + 1
+        self.narrowest = 1 if newest_seconds else WIDTHS[1]
+        """The shortest width: only a mirror of many nodes has no buckets of one second."""
+        self.end_s = max(newest_seconds, default=self.made_until[WIDTHS[1]] - 1) + 1
         """The second after the newest one with a bucket."""
 
     def cover(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
@@ -150,7 +151,7 @@ class TimeBuckets:
         end_s, begin_s = end_s + self._origin_s, max(begin_s, 0) + self._origin_s
         if begin_s == self._origin_s:  # no bucket is older
             begin_s = begin_s // WIDTHS[-1] * WIDTHS[-1]
-        end_s = min(end_s, max(self._end_s, begin_s + 1))
+        end_s = min(end_s, max(self.end_s, begin_s + 1))
         # A bucket that is wider than the time helps only where narrower ones were deleted.
         widest_useful = WIDTHS[-1] if begin_s < max(self.deleted_until.values()) else max(end_s - begin_s, 1)
         return self._cover_with_widths(begin_s, end_s, [width for width in WIDTHS if width <= widest_useful], widest)

@@ -19,14 +19,6 @@ class CommandError(DpmonError):
     """A command that cannot be run as given; the text is one sentence for the user."""
 
 
-class NotFoundError(CommandError):
-    """No command is called `word`."""
-
-    def __init__(self, word: str) -> None:
-        super().__init__(f"command not found: {word}")
-        self.word = word
-
-
 @dataclass(frozen=True)
 class ResolvedCommand:
     """The program to execute (`argv`), its Python (None for a launcher), the script as given, and the run's name.
@@ -118,7 +110,8 @@ def _check_program(word: str, *, is_script: bool, environ: Mapping[str, str]) ->
     if not is_script and shutil.which(word, path=environ.get("PATH")):
         return
     if not os.path.exists(word):
-        raise CommandError(f"no such file: {word}") if is_script or os.sep in word else NotFoundError(word)
+        problem = "no such file" if is_script or os.sep in word else "command not found"
+        raise CommandError(f"{problem}: {word}")
     if not is_script:
         raise CommandError(f"{word} is neither a Python script (*.py) nor an executable on PATH")
     if not os.access(word, os.R_OK):

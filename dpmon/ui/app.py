@@ -46,12 +46,12 @@ def run_screen(
     *,
     refresh: float = 1.0,
     theme: str | None = None,
-    playback: bool = False,
+    is_playback: bool = False,
     known_exit: Callable[[], ExitInfo | None] = lambda: None,
 ) -> str:
     """Show the run in `directory` until the user leaves. Return why the screen closed.
 
-    `theme`: a name from `dpmon.config`. `playback`: let the user play back a finished run. `known_exit`
+    `theme`: a name from `dpmon.config`. `is_playback`: the run has ended, and is played back. `known_exit`
     returns how the run ended, if the caller knows it without a file.
 
     The result is "left" if the training continues, "ended" if the run has ended, "stopped" if the user stopped the run
@@ -66,17 +66,13 @@ def run_screen(
     from dpmon.ui.terminal_style import choose_style
 
     style = choose_style(wishes, getattr(sys.__stderr__, "encoding", None), theme)
-    if playback:
-        from dpmon.ui.playback import Playback
-
-        monitor: Monitor = Playback(directory, style, refresh=refresh)
-    else:
-        monitor = Monitor(
-            directory,
-            style,
-            refresh=refresh,
-            open_reader=lambda: RunReader(directory, known_exit=known_exit),
-        )
+    monitor = Monitor(
+        directory,
+        style,
+        refresh=refresh,
+        open_reader=lambda: RunReader(directory, known_exit=known_exit),
+        is_playback=is_playback,
+    )
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
     gc.enable()

@@ -36,7 +36,7 @@ class Dialog(ModalScreen[str | None]):
     visible.
     """
 
-    DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
+    DEFAULT_CSS = "Dialog { background: transparent; align: left middle; }"
 
     screenshot_keys: ClassVar[tuple[str, ...]] = ("s", "ctrl+s")
     keys: Sequence[tuple[str, str]] = ()
@@ -53,7 +53,7 @@ class Dialog(ModalScreen[str | None]):
         super().__init__()
         self.title_text = title
         self.style = style
-        self.box = PanelView("dialog", style)
+        self.box = PanelView(style)
         self.first_row = 0
         """Rows scrolled past."""
         self.pinned_rows = 0
@@ -63,9 +63,6 @@ class Dialog(ModalScreen[str | None]):
         """The newest message."""
         self.problem: str | None = None
         """Why there are no rows; None if there are."""
-        self.rows: list[Row] = []
-        self.screen_row = 0
-        """The drawn rows, each as wide as the screen, and the screen's row of the first."""
 
     def on_key(self, event: events.Key) -> None:
         """Handle a key; if the dialog has closed, pass the key to the screen below."""
@@ -132,9 +129,7 @@ class Dialog(ModalScreen[str | None]):
         if self.problem is not None:
             rows = wrap_to_rows(self.problem, width - 4, "wait")
         height = min(len(rows) + 2, screen_height)
-        self.screen_row = (screen_height - height) // 2
-        self.box.set_region(0, self.screen_row, screen_width, height)
-        covers_messages = self.screen_row < _STATUS_ROWS
+        covers_messages = (screen_height - height) // 2 < _STATUS_ROWS
         message = truncate(self.message, width - 11) if covers_messages else ""
         corner: Row = []
         if message:
@@ -155,8 +150,7 @@ class Dialog(ModalScreen[str | None]):
             pinned_rows=self.pinned_rows,
         )
         margin = (screen_width - width) // 2
-        self.rows = [[(" " * margin, ""), *row, (" " * (screen_width - width - margin), "")] for row in framed]
-        self.box.show_rows(self.rows)
+        self.box.show_rows([[(" " * margin, ""), *row, (" " * (screen_width - width - margin), "")] for row in framed])
 
 
 class Choice(Dialog):

@@ -1,4 +1,4 @@
-"""The last row: the keys that work now, or the keys of an open dialog. Above it, the time line of a playback.
+"""The last row: the keys that work now, or the keys of an open dialog. Above it, the time line of a cursor.
 
 If there is not enough room, the least useful keys are left out first.
 """
@@ -11,27 +11,26 @@ from typing import NamedTuple
 from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_elapsed
 from dpmon.ui.keys import COMMANDS, KeyCommand
-from dpmon.ui.screen_data import PlaybackPosition, ScreenData
+from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, fit_row, row_width
 from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.time_cursor import TimeCursor
 
 _KEPT_KEYS = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
 _KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "n", "N", "space", "/", "x", "1-6", "enter", "w")
-_KEYS_BY_USE += ("i", "< >", "l", "[ ]", "r", "e", "s", "t", "o")
+_KEYS_BY_USE += ("i", "< >", "l", "[ ]", "s", "t")
 """The most useful keys first; the others follow."""
-_KEYS_AFTER_END = ("r", "e")
-"""The main keys after the end of a run."""
 _WORDS_OF_RETURN = ("resume", "now")
 """Words of keys that end a state (a pause, a frozen picture, an earlier time) which no other key ends."""
 _WORD_FOR_ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
 _SHORT_WORDS = {"→ single": "→single", "→ dp": "→dp", "all panels": "back", "to the end": "last", "end search": "end"}
-_SHORT_WORDS |= {"next call": "next", "warnings": "warn", "slow steps": "slow", "output file": "file"}
+_SHORT_WORDS |= {"next call": "next", "slow steps": "slow"}
 """Short forms of words for a row that is too narrow."""
 _WIDE_CELLS = 100
 """From this many cells on, keys stand two cells apart."""
-_TIMELINE_KEYS = (("space", "play"), (", .", "step"), ("< >", "time"), ("{ }", "speed"), ("g G", "ends"))
+_TIMELINE_KEYS = (("space", "play"), (", .", "step"), ("< >", "time"), ("g G", "ends"))
 _PLAYED_SIGN, _REMAINING_SIGN = "━", "─"
 _MIN_LINE_CELLS, _PREFERRED_LINE_CELLS = 7, 20
 """Least and preferred number of cells of the line; keys are left out to make room for it."""
@@ -51,8 +50,6 @@ def _priority(command: KeyCommand, word: str, screen: ScreenData) -> int:
         return -3
     if word in _WORDS_OF_RETURN or (command.key == "i" and screen.input_wait_ns is not None):
         return -2
-    if screen.is_over and command.key in _KEYS_AFTER_END:
-        return -1
     return _KEYS_BY_USE.index(command.key) if command.key in _KEYS_BY_USE else len(_KEYS_BY_USE)
 
 
@@ -120,20 +117,20 @@ def key_at(row: Row, clicked_column: int) -> str | None:
     return None
 
 
-def render_timeline(playback: PlaybackPosition, width: int, style: TerminalStyle) -> list[Row]:
+def render_timeline(cursor: TimeCursor, width: int, style: TerminalStyle) -> list[Row]:
     """Return one row of `width` cells: state and speed, position, and the keys."""
-    speed = f"{playback.speed:g}{style.glyphs.times}"
-    state_word = "playing" if playback.is_playing else "paused"
-    left_part: Row = [(f" {state_word} ", "good" if playback.is_playing else "wait"), (f"{speed:>5} ", "bold")]
-    position, length = format_elapsed(playback.position_ns), format_elapsed(playback.length_ns)
+    speed = f"{cursor.speed:g}{style.glyphs.times}"
+    state_word = "playing" if cursor.is_playing else "paused"
+    left_part: Row = [(f" {state_word} ", "good" if cursor.is_playing else "wait"), (f"{speed:>5} ", "bold")]
+    position, length = format_elapsed(cursor.position_ns), format_elapsed(cursor.present_ns)
     left_part.append((f"{position} ", "bold"))
     end_time: Row = [(f" {length}", "dim")]
     line_cells = width - row_width(left_part) - row_width(end_time) - 1
-    key_row = _timeline_keys(playback, line_cells - _PREFERRED_LINE_CELLS, 2)
+    key_row = _timeline_keys(cursor, line_cells - _PREFERRED_LINE_CELLS, 2)
     if len(key_row) < 3 * len(_TIMELINE_KEYS):  # more keys are better than a long line
-        key_row = _timeline_keys(playback, line_cells - _MIN_LINE_CELLS, 1)
+        key_row = _timeline_keys(cursor, line_cells - _MIN_LINE_CELLS, 1)
     line_cells = max(width - row_width(left_part) - row_width(end_time) - row_width(key_row) - 1, 1)
-    played_cells = round((line_cells - 1) * min(max(playback.position_ns / max(playback.length_ns, 1), 0.0), 1.0))
+    played_cells = round((line_cells - 1) * min(max(cursor.position_ns / max(cursor.present_ns, 1), 0.0), 1.0))
     line: Row = [
         (_PLAYED_SIGN * played_cells, "good"),
         (style.glyphs.dot, "title"),
@@ -142,11 +139,11 @@ def render_timeline(playback: PlaybackPosition, width: int, style: TerminalStyle
     return [fit_row([*left_part, *line, *end_time, *key_row], width, style.glyphs.more)]
 
 
-def _timeline_keys(playback: PlaybackPosition, width: int, gap: int) -> Row:
+def _timeline_keys(cursor: TimeCursor, width: int, gap: int) -> Row:
     """Return the keys that fit in `width` cells, each with its word."""
     row: Row = []
     for key, word in _TIMELINE_KEYS:
-        shown_word = "stop" if word == "play" and playback.is_playing else word
+        shown_word = "stop" if word == "play" and cursor.is_playing else word
         key_spans: Row = [(" " * gap, ""), (key, "key"), (" " + shown_word, "dim")]
         if row_width(row) + row_width(key_spans) > width:
             break

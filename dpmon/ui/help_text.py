@@ -52,7 +52,7 @@ _PANELS = (
     ("", "Loss: the value on which backward is called, sampled once per second; an update's passes are added up."),
 )
 _MOVES = (
-    ("tab, arrows", "go to the next panel; in the output and in a zoomed panel the arrows scroll"),
+    ("tab, arrows", "go to the next panel; in the output and in a zoomed panel up and down scroll"),
     ("page keys", "scroll the zoomed panel, else the output; home and end: to its ends. The wheel scrolls too"),
 )
 

@@ -63,14 +63,16 @@ def _pause_label(screen: ScreenData) -> str | None:
 
 
 def _freeze_label(screen: ScreenData) -> str | None:
-    if screen.view.is_frozen:
-        return "resume" if screen.past is None else None
-    return None if screen.is_over or screen.playing is not None else "freeze"
+    if screen.cursor.is_frozen:
+        return "resume"
+    if screen.cursor.is_looking_back:
+        return "play"
+    return None if _is_finished(screen) or screen.cursor.is_playback else "freeze"
 
 
 def _is_finished(screen: ScreenData) -> bool:
     """Return whether the run has ended, whatever time the screen shows."""
-    return screen.is_over or screen.playing is not None or (screen.past is not None and screen.past.now_ns is None)
+    return screen.is_over or screen.cursor.has_ended
 
 
 def _can_stop(screen: ScreenData) -> bool:
@@ -78,7 +80,7 @@ def _can_stop(screen: ScreenData) -> bool:
 
 
 def _why_label(screen: ScreenData) -> str | None:
-    return "why" if (_can_stop(screen) and screen.past is None) or screen.shown_stall is not None else None
+    return "why" if (_can_stop(screen) and not screen.shows_past) or screen.shown_stall is not None else None
 
 
 def _has_several_calls(screen: ScreenData) -> bool:
@@ -89,12 +91,12 @@ def _look_back_label(screen: ScreenData) -> str | None:
     """Return the word for `<` and `>`; none in a playback, whose time line has its own."""
     if screen.process is None or screen.process.last_step is None:
         return None
-    return "time" if screen.playing is None else ""
+    return "" if screen.cursor.is_playback else "time"
 
 
 def _escape_label(screen: ScreenData) -> str | None:
     """Return the word for `esc`."""
-    if screen.past is not None:
+    if screen.cursor.can_return:
         return "now"
     if screen.view.zoom:
         return "all panels"
@@ -134,11 +136,15 @@ def _zoom_label(screen: ScreenData) -> str | None:
 
 
 def _can_sample_collectives(screen: ScreenData) -> bool:
-    return len(screen.state.ranks) > 1 and not screen.is_over and screen.playing is None
+    return len(screen.state.ranks) > 1 and not screen.is_over and not screen.cursor.is_playback
+
+
+def _is_playback(screen: ScreenData) -> bool:
+    return screen.cursor.is_playback
 
 
 def _has_ranks(screen: ScreenData) -> bool:
-    return len(screen.state.ranks) > 1 and screen.playing is None
+    return len(screen.state.ranks) > 1 and not screen.cursor.is_playback
 
 
 def _end_key_label(screen: ScreenData) -> str | None:
@@ -187,12 +193,6 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "send a line to the script",
     ),
     KeyCommand(
-        "c",
-        "sample",
-        _shown_when(_can_sample_collectives, "collectives"),
-        "record the collectives of one of the next steps",
-    ),
-    KeyCommand(
         ".", "rank(1)", _shown_when(_has_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"
     ),
     KeyCommand(",", "rank(-1)", _shown_when(_has_ranks, ""), "panel 3 of the previous rank", "comma"),
@@ -203,26 +203,13 @@ COMMANDS: tuple[KeyCommand, ...] = (
         lambda screen: "slow steps" if _look_back_label(screen) is not None else None,
         "the longest steps of the time range, and what was long in them; enter goes there",
     ),
-    KeyCommand("W", "warnings", _shown_when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", _always_shown("range"), "a shorter or longer time range for histories and metrics"),
     KeyCommand("< >", "", _look_back_label, "look back in time, and forward again; all panels show that time"),
     KeyCommand("s", "save_screenshot", _always_shown("screenshot"), "save a screenshot (SVG); ctrl+s while typing"),
-    KeyCommand("e", "export", _always_shown("export"), "export all records: JSON, CSV, Perfetto; in the background"),
-    KeyCommand("r", "report", _always_shown("report"), "the report: what happened in the run so far"),
-    KeyCommand(
-        "C",
-        "compare",
-        lambda screen: "compare" if _is_finished(screen) else "",
-        "compare this run with others: did it get faster?",
-    ),
     KeyCommand("x", "stop", _shown_when(_can_stop, "stop"), "stop the training; asks first"),
     KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, color-blind, mono, ASCII"),
-    KeyCommand("+ -", "", _always_shown("refresh"), "change the refresh interval"),
-    KeyCommand(
-        "o", "next_output", _shown_when(lambda s: s.output_file_count > 1, "output file"), "show the other output file"
-    ),
     KeyCommand(":", "palette", _always_shown("more"), "search all commands", "colon,ctrl+p"),
-    KeyCommand("?", "help", _always_shown("help"), "help: words and keys", "question_mark,h,f1"),
+    KeyCommand("?", "help", _always_shown("help"), "help: words and keys", "question_mark"),
     KeyCommand(
         "q",
         "leave",
@@ -233,7 +220,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
 
 
 def _playback_command(key: str, action: str, description: str, names: str = "") -> KeyCommand:
-    return KeyCommand(key, action, lambda screen: None if screen.playing is None else "", description, names)
+    return KeyCommand(key, action, lambda screen: "" if screen.cursor.is_playback else None, description, names)
 
 
 PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (
@@ -242,10 +229,6 @@ PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (
     _playback_command(",", "step(-1)", "previous step", "comma"),
     _playback_command("f", "seek(10)", "10 seconds forward"),
     _playback_command("b", "seek(-10)", "10 seconds back"),
-    _playback_command("F", "seek(60)", "1 minute forward"),
-    _playback_command("B", "seek(-60)", "1 minute back"),
-    _playback_command("}", "change_speed(1)", "play faster, up to 100 times", "right_curly_bracket"),
-    _playback_command("{", "change_speed(-1)", "play slower, down to 0.1 times", "left_curly_bracket"),
     _playback_command("g", "seek_to(0.0)", "to the beginning"),
     _playback_command("G", "seek_to(1.0)", "to the end"),
 )
@@ -255,8 +238,6 @@ _PAIRED_KEYS: tuple[tuple[str, str, str, str], ...] = (
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
     ("<", "less_than_sign", "time(-1)", "look back in time"),
     (">", "greater_than_sign", "time(1)", "forward in time, up to now"),
-    ("+", "plus,equals_sign", "refresh(-1)", "a shorter refresh interval"),
-    ("-", "minus,underscore", "refresh(1)", "a longer refresh interval"),
 )
 _PANEL_KEYS = tuple((str(digit), f"panel('{name}')", name) for digit, name in enumerate(PANELS, start=1))
 
@@ -277,15 +258,32 @@ ACTIONS: dict[str, str] = {
         ("tab", "next_panel(1)"),
         ("shift+tab", "next_panel(-1)"),
         ("ctrl+z", "suspend_process"),
-        ("ctrl+c,ctrl+q", "leave(True)"),
+        ("ctrl+c", "leave(True)"),
     )
     for name in names.split(",")
 }
 """The action of each key, by Textual's name of the key."""
-ANYWHERE = ("ctrl+c", "ctrl+q")
-"""Keys that have their action in dialogs, too."""
 PLAYBACK_ACTIONS = ACTIONS | {command.textual_names or command.key: command.action for command in PLAYBACK_COMMANDS}
 """The action of each key in a playback."""
+
+
+class KeylessCommand(NamedTuple):
+    """A command of the palette that has no key."""
+
+    action: str
+    is_available: Callable[[ScreenData], bool]
+    description: str
+
+
+KEYLESS_COMMANDS: tuple[KeylessCommand, ...] = (
+    KeylessCommand("change_speed(1)", _is_playback, "play faster, up to 100 times"),
+    KeylessCommand("change_speed(-1)", _is_playback, "play slower, down to 0.1 times"),
+    KeylessCommand("refresh(-1)", lambda screen: True, "a shorter refresh interval"),
+    KeylessCommand("refresh(1)", lambda screen: True, "a longer refresh interval"),
+    KeylessCommand("warnings", lambda screen: bool(screen.state.warnings), "show the newest warnings"),
+    KeylessCommand("next_output", lambda screen: screen.output_file_count > 1, "show the other output file"),
+    KeylessCommand("sample", _can_sample_collectives, "record the collectives of one of the next steps"),
+)
 
 
 class PaletteCommand(NamedTuple):
@@ -308,6 +306,9 @@ def available_commands(screen: ScreenData) -> list[PaletteCommand]:
         commands.append(PaletteCommand(key, description, action))
     for key, action, name in _PANEL_KEYS:
         commands.append(PaletteCommand(key, f"go to panel {panel_name(screen, name)}", action))
+    for keyless in KEYLESS_COMMANDS:
+        if keyless.is_available(screen):
+            commands.append(PaletteCommand("", keyless.description, keyless.action))
     return commands
 
 

@@ -1,4 +1,4 @@
-"""One live run as the screen sees it: its records, activities, and the replies to requests."""
+"""One run as the screen sees it, as of any time: its records, activities, and the replies to requests."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from dpmon.model.active_processes import ended_processes
 from dpmon.model.run_snapshot import (
     MAX_FULLY_READ,
     MAX_LEAST_WAITING,
-    MAX_RANKS,
+    Process,
     RunSnapshot,
     SnapshotRequest,
     WarningRecord,
     toggle_refusal,
 )
 from dpmon.record.schema import SECOND
+from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
-from dpmon.ui.screen_data import LookBack, ModeRequest, ScreenData, View, all_finished
+from dpmon.ui.screen_data import ModeRequest, ScreenData, View, all_finished
+from dpmon.ui.time_cursor import TimeCursor
 
 if TYPE_CHECKING:
     from dpmon.model.findings.finding import Finding
@@ -49,21 +51,14 @@ _SPARE_RANKS = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 _LONGEST_STEP_COUNT = 8
 """Number of the longest steps that a picture can show."""
-FROZEN_RANKS = 2 * MAX_RANKS
-"""Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
 _MAX_RECORD_DELAY_NS = 2 * SECOND
 """A step's records are usually written within this time after its end."""
-_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_LONGEST_STEP_COUNT, worst=MAX_LEAST_WAITING)
 
 
 class LiveRun:
-    """One live run. `start` calls `open_reader`, so that the first frame waits for no file."""
+    """One run as of the time of `cursor`. `start` calls `open_reader`, so that the first frame waits for no file."""
 
     _snapshot_builder: SnapshotBuilder
-    _still: SnapshotBuilder
-    """Takes snapshots for a frozen picture."""
-    _earlier: SnapshotBuilder
-    """Takes snapshots of the time that the user looks back to."""
 
     def __init__(
         self,
@@ -71,10 +66,20 @@ class LiveRun:
         open_reader: Callable[[], RunReader],
         clock: Callable[[], int] = time.monotonic_ns,
         open_store: OpenStore | None = None,
+        *,
+        is_playback: bool = False,
     ) -> None:
-        """Prepare for the run in `directory`. `open_store`: opens its records; by default those in `directory`."""
+        """Prepare for the run in `directory`. `open_store`: opens its records; by default those in `directory`.
+
+        `is_playback`: the run has ended, so that it is played back.
+        """
         self.directory = directory
+        self.cursor = TimeCursor(is_playback=is_playback, has_ended=is_playback)
+        self._last_clock_ns = clock()
         self.state = RunSnapshot()
+        """The state of the run at the time of the cursor."""
+        self._state_ns: int | None = None
+        """The time of `state`; None for the present."""
         self.output = OutputView()
         self._open_reader = open_reader
         self._open_store = open_store
@@ -90,6 +95,8 @@ class LiveRun:
         """The findings of the finished run; None while they are not known."""
         self._is_command_alive: bool | None = None
         self._vanished_ns: int | None = None
+        self._end_ns: int | None = None
+        """The end of the run, or of its records if they go further (ns since its start); None while it runs."""
         self.is_ending = False
         """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
@@ -103,8 +110,11 @@ class LiveRun:
         self._mode_request: ModeRequest | None = None
         self._changes_at_request = 0
         self._rest_end_s = 0.0
-        self._looked: tuple[int | None, SnapshotRequest, RunSnapshot] | None = None
-        """The time that the user looks back to, and its state."""
+        self._present_screen = ScreenData(self.state, 0)
+        """The last picture of the present: the one that a freeze keeps."""
+        self._frozen_state = self.state
+        """The state at the time of the freeze, read for `_frozen_request`."""
+        self._frozen_request: SnapshotRequest | None = None
         self._last_stamp: object = None
         """The stamp of the last read, which shows whether anything is new."""
 
@@ -112,7 +122,7 @@ class LiveRun:
         """Open the run. Raises the reader's error if the directory is not a run."""
         from dpmon.model.snapshot_builder import SnapshotBuilder
 
-        self._snapshot_builder, self._still, self._earlier = SnapshotBuilder(), SnapshotBuilder(), SnapshotBuilder()
+        self._snapshot_builder = SnapshotBuilder()
         self._reader = self._open_reader()
         self.output.tails = [LogTail(path) for path in self._reader.output_paths]
 
@@ -140,21 +150,27 @@ class LiveRun:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def refresh(self, *, immediately: bool = False) -> None:
-        """Read the run again; `immediately`: even after a slow read.
+    def refresh(self) -> None:
+        """Read the run again, after a playback has moved on.
 
         Check for its end first, so that everything written before the end is read.
         """
         reader = self._reader
-        self._rest_end_s = 0.0 if immediately else self._rest_end_s
         if reader is None:
             return
         reader.refresh()
         if self.exit_info is None and (exit_info := reader.exit_info()) is not None:
             self._note_exit(exit_info)
         self._refresh_liveness(reader)
-        self._refresh_snapshot(reader)
-        self._update_mode_request(reader)
+        if self.is_over and self._end_ns is None:
+            from dpmon.store.records import newest_record_ns
+
+            duration_ns = 0 if self.exit_info is None else int(self.exit_info.seconds * 1e9)
+            self._end_ns = max(duration_ns, self._read(None, newest_record_ns) or 0, 1)
+        self.move_cursor(lambda cursor: cursor)
+        if self.cursor.time_ns is None:
+            self._refresh_snapshot(reader)
+            self._update_mode_request(reader)
 
     def _refresh_snapshot(self, reader: RunReader) -> None:
         """Read a new snapshot if anything has changed; keep the old one if reading fails.
@@ -173,7 +189,7 @@ class LiveRun:
         if is_resting or (request == self._request and not self._may_have_changed()):
             return
         self._request = request
-        self.state = self._build_snapshot(self._snapshot_builder, self._request, self._position_ns()) or self.state
+        self.state = self._build_snapshot(request, None, ended_processes(self._activities)) or self.state
         self._is_reading = False
         end_s = time.perf_counter()
         read_s, cpu_s = end_s - start_s, time.thread_time() - cpu_s
@@ -189,17 +205,13 @@ class LiveRun:
 
         last_stamp = self._last_stamp
         stamp = self.info and commit_stamp(self.directory, self.info)
-        self._last_stamp = stamp and (stamp, ended_processes(self._activities), self._position_ns())
+        self._last_stamp = stamp and (stamp, ended_processes(self._activities))
         return self._last_stamp is None or self._last_stamp != last_stamp
 
-    def _position_ns(self) -> int | None:
-        """Return the time that the screen shows (ns); None for the present."""
-        return None
-
     def _build_snapshot(
-        self, snapshots: SnapshotBuilder, request: SnapshotRequest, time_ns: int | None
+        self, request: SnapshotRequest, time_ns: int | None, ended: frozenset[int] = frozenset()
     ) -> RunSnapshot | None:
-        return self._read(time_ns, lambda rows: snapshots.build(rows, request, ended_processes(self._activities)))
+        return self._read(time_ns, lambda store: self._snapshot_builder.build(store, request, ended))
 
     def _read(self, time_ns: int | None, read: Callable[[Store], _Result]) -> _Result | None:
         """Return the result of `read`, called with the records as of a time; None if they cannot be read.
@@ -343,29 +355,102 @@ class LiveRun:
 
     # ------------------------------------------------------------------------------------------ scenes
 
+    def move_cursor(self, move: Callable[[TimeCursor], TimeCursor]) -> None:
+        """Show another time: what `move` returns for the cursor, which goes on first if it plays."""
+        now_ns = self._clock()
+        elapsed_ns, self._last_clock_ns = now_ns - self._last_clock_ns, now_ns
+        self.cursor = move(self.cursor.advance(elapsed_ns))
+
+    def find_step_end_ns(self, time_ns: int, *, forward: bool) -> int | None:
+        """Return the end (ns) of the training's first step after a time, or of its last one before; None if unknown."""
+        from dpmon.store.steps import find_step_end
+
+        def read(store: Store) -> int | None:
+            store_at_time = store.as_of(time_ns if forward else time_ns - 1)
+            ends_ns = (find_step_end(store_at_time, process, forward=forward) for process in store.processes)
+            choose = min if forward else max
+            return choose((end_ns for end_ns in ends_ns if end_ns is not None), default=None)
+
+        return self._read(None, read)
+
     def build_screen_data(self, view: View, stopping: str | None = None) -> ScreenData:
-        """Return the data for drawing the run as it is now, with a view."""
+        """Return the data for drawing the run as of the time of the cursor, with a view."""
         reader = self._reader
         if reader is None:
             return ScreenData(self.state, 0, view=view, is_reading=self._is_reading)
-        request = self._snapshot_request(view, self._request._replace(ranks=max(self._rank_limit, self._request.ranks)))
-        if self._request != request:
-            if request.node != self._request.node and not self.is_over:
-                self._request_records(reader, request.node)
-            self._request, self._rest_end_s, self._last_stamp = request, 0.0, None
-            self._refresh_snapshot(reader)
-        start = reader.info.start_ns
+        present_ns = self.now_ns() if self._end_ns is None else self._end_ns
+        cursor = self.cursor = replace(self.cursor, present_ns=present_ns, has_ended=self.is_over)
+        request = self._snapshot_request(view)
+        if request.node != self._request.node and not self.is_over:
+            self._request_records(reader, request.node)
+        self._read_state(reader, request)
+        is_scrolled_back = self.output.top is not None
+        if cursor.is_frozen:
+            return replace(
+                self._present_screen,
+                state=self.state,
+                view=view,
+                cursor=cursor,
+                is_output_scrolled_back=is_scrolled_back,
+            )
         pause_state = self.pause_state()
-        startup_stage = reader.startup_stage() if self.exit_info is None else None
-        if startup_stage is not None:
-            startup_stage = startup_stage._replace(start_ns=max(startup_stage.start_ns - start, 0))
-        input_wait_since = reader.input_wait_start_ns() if self.exit_info is None else None
-        return ScreenData(
+        screen = ScreenData(
             self.state,
-            self.now_ns(),
+            cursor.position_ns,
             reader.info,
             view,
-            startup_stage=startup_stage,
+            cursor=cursor,
+            is_command_alive=True,
+            can_pause=self.pause_refusal(pause_state.is_requested) is None,
+            can_toggle=self.toggle_refusal() is None,
+            can_type=self.exit_info is None and self.can_type(),
+            output_file_count=len(self.output.tails),
+            is_output_scrolled_back=is_scrolled_back,
+            stop_progress=stopping,
+        )
+        if cursor.time_ns is None:
+            self._present_screen = self._with_present_facts(screen, reader, pause_state)
+            return self._present_screen
+        return self._with_past_facts(screen, reader, pause_state, request)
+
+    def _read_state(self, reader: RunReader, request: SnapshotRequest) -> None:
+        """Read the state at the time of the cursor, unless it was read for this request."""
+        time_ns = self._record_time_ns(self.cursor)
+        if (request, time_ns) == (self._request, self._state_ns):
+            return
+        self._request, self._state_ns = request, time_ns
+        if time_ns is None:
+            self._rest_end_s, self._last_stamp = 0.0, None
+            self._refresh_snapshot(reader)
+        elif self.cursor.is_frozen:
+            self.state = self._read_frozen_state(request)
+        else:
+            self.state = self._build_snapshot(request, time_ns) or self.state
+
+    def _read_frozen_state(self, request: SnapshotRequest) -> RunSnapshot:
+        """Return the state when the picture was frozen, read for this request.
+
+        The first picture after the freeze is read, too: so all frozen ones have values of the same time.
+        """
+        if self._frozen_request != request:
+            ended, time_ns = self._present_screen.state.ended, _newest_record_ns(self._present_screen)
+            self._frozen_state = self._build_snapshot(request, time_ns, ended) or self._present_screen.state
+            self._frozen_request = request
+        return self._frozen_state
+
+    def _record_time_ns(self, cursor: TimeCursor) -> int | None:
+        """Return the time until which records count for the picture (ns); None for all of them."""
+        return _newest_record_ns(self._present_screen) if cursor.is_frozen else cursor.time_ns
+
+    def _with_present_facts(self, screen: ScreenData, reader: RunReader, pause_state: PauseState) -> ScreenData:
+        """Add what only the present has: what the processes do now, requests, and how the run ended."""
+        self._frozen_request = None
+        start, has_ended = reader.info.start_ns, self.exit_info is not None
+        startup_stage = None if has_ended else reader.startup_stage()
+        input_wait_since = None if has_ended else reader.input_wait_start_ns()
+        return replace(
+            screen,
+            startup_stage=None if startup_stage is None else _since_start(startup_stage, start),
             input_wait_since_ns=None if input_wait_since is None else max(input_wait_since - start, 0),
             activities=self._activities_of_run,
             is_command_alive=self._is_command_alive,
@@ -374,16 +459,26 @@ class LiveRun:
             findings=self.findings if self.is_over else None,
             mode_request=self._mode_request,
             pause_state=pause_state,
-            can_pause=self.pause_refusal(pause_state.is_requested) is None,
-            can_toggle=self.toggle_refusal() is None,
-            can_type=self.exit_info is None and self.can_type(),
-            output_file_count=len(self.output.tails),
-            is_output_scrolled_back=self.output.top is not None,
-            stop_progress=stopping,
             is_ending=self.is_ending,
             is_reading=self._is_reading,
-            node_replies=reader.node_replies() if self.exit_info is None else None,
+            node_replies=None if has_ended else reader.node_replies(),
         )
+
+    def _with_past_facts(
+        self, screen: ScreenData, reader: RunReader, pause_state: PauseState, request: SnapshotRequest
+    ) -> ScreenData:
+        """Add what the files say about an earlier time; while the user looks back, the histories until the freeze."""
+        start = reader.info.start_ns
+        stage = current_startup_stage(read_startup_stages(self.directory, start + screen.now_ns))
+        screen = replace(
+            screen,
+            startup_stage=None if stage is None else _since_start(stage, start),
+            pause_state=PauseState(pause_state.is_requested, since_ns=_paused_since_ns(screen.process)),
+        )
+        if not screen.cursor.is_looking_back:
+            return screen
+        frozen_state = self._read_frozen_state(request)
+        return replace(screen, state=self.state.with_histories(frozen_state), history_state=frozen_state)
 
     def _request_records(self, reader: RunReader, node_number: int | None) -> None:
         """Request all records of the processes of one node; by default, a mirror sends only a selection of them."""
@@ -397,38 +492,24 @@ class LiveRun:
                 ]
             )
 
-    def _snapshot_request(self, view: View, base: SnapshotRequest, scroll_step: int = _SPARE_RANKS) -> SnapshotRequest:
-        """Return the request for the data that a view needs; a frozen one has what any panel needs.
-
-        `scroll_step`: how many ranks the user scrolls before more are read.
-        """
-        lists_ranks = view.is_frozen or view.zoom == "replicas"
-        return base._replace(
+    def _snapshot_request(self, view: View) -> SnapshotRequest:
+        """Return the request for the data that a view needs."""
+        lists_ranks = view.zoom == "replicas"
+        return self._request._replace(
             span_s=view.range_s,
-            first_rank=view.first_rows.get("replicas", 0) // scroll_step * scroll_step,
+            first_rank=view.first_rows.get("replicas", 0) // _SPARE_RANKS * _SPARE_RANKS,
+            ranks=max(self._rank_limit, self._request.ranks),
+            over=self.is_over and self.cursor.time_ns is None,
             process=view.process_index,
             node=view.node_number,
             listed=lists_ranks,
             waits=self.shows_rank_waits or lists_ranks,
-            changes=view.is_frozen or view.zoom == "compare",
         )
 
     def set_visible_ranks(self, rank_count: int) -> bool:
         """Set how many ranks fit on the screen. Return whether the snapshot lacks some of them."""
         self._rank_limit = rank_count + _SPARE_RANKS
         return self._rank_limit > self._request.ranks
-
-    def with_view(self, screen: ScreenData, view: View) -> ScreenData:
-        """Apply another view to the frozen data, querying the same moment again if the view needs more.
-
-        The first view after the freeze is queried, too: so all frozen views have values of the same time.
-        """
-        before, wanted = (self._snapshot_request(each, _FROZEN, FROZEN_RANKS // 2) for each in (screen.view, view))
-        if before != wanted:
-            wanted, ended = wanted._replace(over=screen.is_over), screen.state.ended
-            state = self._read(_frozen_ns(screen), lambda store: self._still.build(store, wanted, ended))
-            screen = screen if state is None else replace(screen, state=state)
-        return replace(screen, view=view, is_output_scrolled_back=self.output.top is not None)
 
     def slow_steps(self, screen: ScreenData, limit: int) -> SlowSteps | None:
         """Return the longest steps of the time range and the mode on the screen; None if the records cannot be read.
@@ -443,41 +524,20 @@ class LiveRun:
             input_waits = RunEvents.read(store).inputs
             return slow_steps_of(store, screen.state, screen.view.range_s, limit, input_waits, SlowStepCache())
 
-        time_ns = _frozen_ns(screen) if screen.view.is_frozen else None
-        return self._read(screen.elapsed_ns if screen.shows_past else time_ns, read)
-
-    def at_past_time(self, screen: ScreenData) -> ScreenData:
-        """Return the data as of the earlier time of the view; the histories stay those of the frozen `screen`."""
-        at_ns, wanted = (screen.view.shown_ns, self._snapshot_request(screen.view, _FROZEN, FROZEN_RANKS // 2))
-        if at_ns is None:
-            return screen
-        if self._looked is None or self._looked[:2] != (at_ns, wanted):
-            state = self._build_snapshot(self._earlier, wanted, at_ns)
-            self._looked = self._looked if state is None else (at_ns, wanted, state)
-        if self._looked is None:
-            return screen
-        return ScreenData(
-            self._looked[2].with_histories(screen.state),
-            at_ns,
-            screen.run_info,
-            screen.view,
-            is_command_alive=True,
-            can_pause=screen.can_pause,
-            can_toggle=screen.can_toggle,
-            can_type=screen.can_type,
-            output_file_count=screen.output_file_count,
-            is_output_scrolled_back=screen.is_output_scrolled_back,
-            stop_progress=screen.stop_progress,
-            past=LookBack(
-                screen.state,
-                screen.now_ns if screen.exit_info is None else screen.elapsed_ns,
-                None if screen.is_over else self.now_ns(),
-            ),
-        )
+        return self._read(self._record_time_ns(screen.cursor), read)
 
 
-def _frozen_ns(screen: ScreenData) -> int:
-    """Return the time of the frozen data (ns since the run's start).
+def _since_start(stage: StartupStage, start_ns: int) -> StartupStage:
+    """Return a startup stage with the time since the run's start, at `start_ns`."""
+    return stage._replace(start_ns=max(stage.start_ns - start_ns, 0))
+
+
+def _paused_since_ns(process: Process | None) -> int | None:
+    return None if process is None else process.paused_since_ns
+
+
+def _newest_record_ns(screen: ScreenData) -> int:
+    """Return the time until which the records of the present were written for sure (ns since the run's start).
 
     If the run makes steps, this is the end of the newest one: later steps may not be written yet.
     """

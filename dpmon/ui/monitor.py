@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from textual import events
 from textual.app import App, ComposeResult
@@ -20,19 +20,19 @@ from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.model.nodes import find_rank
+from dpmon.record.schema import SECOND
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_report import parse_report
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_elapsed, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
-from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages, key_name
-from dpmon.ui.footer import key_at
+from dpmon.ui.dialogs import CommandPalette, Dialog, LineInput, TextPages, key_name
+from dpmon.ui.footer import key_at, position_at
 from dpmon.ui.help_text import help_rows
-from dpmon.ui.list_dialogs import RunList, StepList
-from dpmon.ui.live_run import FROZEN_RANKS, LiveRun, OpenStore
-from dpmon.ui.panel_drawer import PanelDrawer
+from dpmon.ui.live_run import LiveRun, OpenStore
 from dpmon.ui.panel_layout import Slot
+from dpmon.ui.panel_view import PanelView
 from dpmon.ui.panels.panel_replicas import list_choices
 from dpmon.ui.run_stopper import RunStopper
 from dpmon.ui.scenes import choose_scene
@@ -42,23 +42,19 @@ from dpmon.ui.screen_painter import (
     has_room_for_rank_history,
     max_scroll,
     max_visible_ranks,
-    paint_panels,
+    paint_screen,
     panel_slots,
 )
-from dpmon.ui.styled_rows import Row, plain_text
+from dpmon.ui.step_list import StepList
+from dpmon.ui.styled_rows import Row, crop_row, plain_text
 from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import shift_by_parts
+from dpmon.ui.time_cursor import TimeCursor
 from dpmon.ui.why_dialog import WhyDialog
 
 _REPAINT_S = 60.0
 _MAX_LISTED_STEPS = 50
-_EXPORT_CHOICES = [
-    ("j", "jsonl", "JSON, one object per line: every record"),
-    ("c", "csv", "CSV: a directory with one table per kind"),
-    ("p", "perfetto", "a trace for ui.perfetto.dev, one track per replica"),
-    ("esc", "stay", "none"),
-]
 
 
 class Monitor(App[str]):
@@ -70,8 +66,6 @@ class Monitor(App[str]):
     Screen { overflow: hidden; }
     ModalScreen { background: transparent; }
     """
-    ACTIONS: ClassVar[Mapping[str, str]] = keys.ACTIONS
-    """The action of each key, by Textual's name of the key."""
     message_s = 15.0
     """Seconds that a message stays, also while the picture is frozen."""
 
@@ -83,15 +77,24 @@ class Monitor(App[str]):
         refresh: float = 1.0,
         open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
+        is_playback: bool = False,
     ) -> None:
-        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames."""
+        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames.
+
+        `is_playback`: the run has ended, and is played back.
+        """
         super().__init__(ansi_color=not style.has_color)
         self.style = style
         self.refresh_interval_s = refresh
         self.terminal: TerminalDriver | None = None
         """The driver of a real terminal, which sets this member itself."""
         self._was_writable = True
-        self.live_run = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
+        self.live_run = LiveRun(
+            directory,
+            open_reader or (lambda: RunReader(directory)),
+            open_store=open_store,
+            is_playback=is_playback,
+        )
         self.exit_handlers = ExitHandlers(self._ask_to_exit)
         self.open_error: Exception | None = None
         """Why the run could not be opened."""
@@ -100,12 +103,13 @@ class Monitor(App[str]):
         """A panel in focus that is not on the screen, and the panel that has the focus meanwhile."""
         self._view_before_click = View()
         """The view before the click changed it, with the clicked panel in focus."""
-        self._frozen_data: ScreenData | None = None
         self._refresh_timer: Timer | None = None
         self._message_timer: Timer | None = None
         """The timer that removes the last message."""
         self._has_handled_end = False
-        self._drawer = PanelDrawer(self, style)
+        self._panel_view = PanelView(style)
+        self.slots: dict[str, Slot] = {}
+        """The places of the panels that are on the screen."""
         self._stopper = RunStopper(self)
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -123,8 +127,8 @@ class Monitor(App[str]):
         super().exit(result, return_code, message)  # type: ignore[arg-type]
 
     def compose(self) -> ComposeResult:
-        """Yield one widget per panel; the first frame sets their sizes."""
-        yield from self._drawer.widgets.values()
+        """Yield the widget of all panels."""
+        yield self._panel_view
 
     def on_mount(self) -> None:
         """Draw before reading anything, then begin to read."""
@@ -176,7 +180,7 @@ class Monitor(App[str]):
         self._draw_frame()
 
     def _draw_frame(self) -> None:
-        if self._frozen_data is None:
+        if self.live_run.cursor.frozen_ns is None:
             self.live_run.output.refresh()
         is_writable = self.terminal is None or self.terminal.is_writable()
         if (
@@ -227,7 +231,7 @@ class Monitor(App[str]):
         self.style = style
         self.ansi_color = not style.has_color
         self.screen.styles.background = style.background
-        self._drawer.set_style(style)
+        self._panel_view.set_style(style)
         self.draw()
 
     def _repaint(self) -> None:
@@ -239,12 +243,9 @@ class Monitor(App[str]):
         self._repaint()
 
     def data_to_draw(self) -> ScreenData:
-        """Return the data to draw: of the live run, or frozen."""
+        """Return the data to draw, as of the time that the screen shows."""
         screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
         view = replace(self.view, dialog_keys=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
-        if self._frozen_data is not None:
-            self._frozen_data = self.live_run.with_view(self._frozen_data, view)
-            return self.live_run.at_past_time(self._frozen_data)
         return self.live_run.build_screen_data(view, self._stopper.progress)
 
     def draw(self) -> None:
@@ -259,15 +260,14 @@ class Monitor(App[str]):
             shows_rank_waits and not self.live_run.shows_rank_waits,
             shows_rank_waits,
         )
-        if self._frozen_data is None and (
-            self.live_run.set_visible_ranks(max_visible_ranks(data, slots)) or lacks_rank_waits
-        ):
+        if self.live_run.set_visible_ranks(max_visible_ranks(data, slots)) or lacks_rank_waits:
             data = self.data_to_draw()
         self._move_hidden_focus(data, slots)
         if data.view.focus != self.view.focus:
             data = self.data_to_draw()
-        painted = paint_panels(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
-        self._drawer.draw(slots, painted, None if self._is_dialog_open else self.terminal)
+        self.slots = slots
+        rows = paint_screen(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
+        self._panel_view.show_rows(rows, None if self._is_dialog_open else self.terminal)
 
     def _move_hidden_focus(self, data: ScreenData, slots: Mapping[str, Slot]) -> None:
         """Move the focus to the most important panel while the panel in focus is not on the screen."""
@@ -282,18 +282,14 @@ class Monitor(App[str]):
         self._moved_focus = ("", "") if focus == wanted_panel else (wanted_panel, focus)
         self.view = replace(self.view, focus=focus)
 
-    @property
-    def slots(self) -> dict[str, Slot]:
-        """The places of the panels that are on the screen."""
-        return self._drawer.slots
-
     def painted_rows(self) -> list[Row]:
         """Return the rows on the screen, without dialogs."""
-        return self._drawer.rows()
+        return self._panel_view.rows
 
     def panel_rows(self, name: str) -> list[Row]:
         """Return the rows of one panel."""
-        return self._drawer.widgets[name].rows
+        x, y, width, height = self.slots[name]
+        return [crop_row(row, x, x + width) for row in self.painted_rows()[y : y + height]]
 
     def text(self) -> list[str]:
         """Return the screen as text rows (for tests)."""
@@ -323,50 +319,73 @@ class Monitor(App[str]):
         self.view = view
         self.draw()
 
-    def action_freeze(self) -> None:
-        """Freeze the screen, or show the live run again."""
-        if self._frozen_data is None and self.data_to_draw().is_over:
-            self.show_message("there is nothing to freeze: the run has ended; dpmon attach can play it back")
-            return
-        if self._frozen_data is None:
-            self.live_run.set_visible_ranks(FROZEN_RANKS)
-            self._frozen_data = self.live_run.build_screen_data(self.view)
-        else:
-            self._frozen_data = None
-        self.set_view(replace(self.view, is_frozen=self._frozen_data is not None, shown_ns=None))
+    # ------------------------------------------------------------------------------------------ the time shown
 
-    def unfreeze(self) -> None:
-        """Show the live run again if the screen is frozen."""
-        if self._frozen_data is not None:
-            self.action_freeze()
+    def _move_cursor(self, move: Callable[[TimeCursor], TimeCursor]) -> None:
+        """Show the time that `move` returns. Clear the message, which belongs to another time."""
+        self.live_run.move_cursor(move)
+        self.set_view(replace(self.view, message=None))
+
+    def show_present(self) -> None:
+        """Show the present, also if the screen is frozen."""
+        self._move_cursor(TimeCursor.return_to_present)
+
+    def action_freeze(self) -> None:
+        """Freeze the screen, or show the live run again; play an earlier time, or a run that has ended."""
+        cursor = self.live_run.cursor
+        if cursor.is_frozen:
+            self.show_present()
+        elif cursor.is_looking_back or cursor.has_ended:
+            self.action_play()
+        else:
+            self._move_cursor(TimeCursor.freeze)
+
+    def action_play(self) -> None:
+        """Play, or stop; at the end of the run, play from its first step on."""
+        cursor = self.live_run.cursor
+        if cursor.is_playing:
+            self._move_cursor(TimeCursor.stop)
+            return
+        first_ns = cursor.time_ns
+        if first_ns is None:
+            first_ns = self.live_run.find_step_end_ns(0, forward=True) or 0
+        self._move_cursor(lambda cursor: cursor.seek(first_ns).play())
+
+    def action_step(self, direction: int) -> None:
+        """Go to the training's next step, or to its previous one."""
+        self.live_run.move_cursor(TimeCursor.stop)
+        end_ns = self.live_run.find_step_end_ns(self.live_run.cursor.position_ns, forward=direction > 0)
+        if end_ns is not None:
+            self._move_cursor(lambda cursor: cursor.seek(end_ns))
+
+    def action_change_speed(self, offset: int) -> None:
+        """Play faster or slower."""
+        self._move_cursor(lambda cursor: cursor.change_speed(offset))
+
+    def action_seek(self, seconds: int) -> None:
+        """Go this many seconds forward, or back."""
+        self._move_cursor(lambda cursor: cursor.seek(cursor.position_ns + seconds * SECOND))
+
+    def action_seek_to(self, fraction: float) -> None:
+        """Go to a fraction of the run, from 0.0 to 1.0."""
+        self._move_cursor(lambda cursor: cursor.seek(int(cursor.present_ns * fraction)))
+
+    def action_time(self, parts: int) -> None:
+        """Look back in time, or (`parts` 1) go forward, up to now; the training and its record continue."""
+        self._show_time(shift_by_parts(self.data_to_draw(), parts))
+
+    def _show_time(self, time_ns: int) -> None:
+        """Show the run as it was at a time (ns since its start)."""
+        data = self.data_to_draw()
+        process = (data.history_state or data.state).representative
+        if data.cursor.is_playback or data.cursor.has_ended:
+            self._move_cursor(lambda cursor: cursor.seek(time_ns))
+        elif process is None or process.last_step is None:
+            self.show_message("no step has finished yet: there is nothing to look back to")
+        else:
+            self._move_cursor(lambda cursor: cursor.seek(max(time_ns, process.began_ns)))
 
     # ------------------------------------------------------------------------------------------ other threads
-
-    def _show_text(self, title: str, waiting_text: str, write: Callable[[int], list[str]]) -> None:
-        """Show the lines that `write` returns on another thread for a width in cells."""
-        width = max(min(self.size.width - 4, 108), 20)
-        rows: list[Row] = [[(waiting_text, "dim")]]
-        # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
-        pages = TextPages(title, lambda _: rows, self.style)
-
-        def make() -> str | None:
-            nonlocal rows
-            lines = [sanitize_line(line, 400) for line in write(width)]
-            rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
-            return None
-
-        self.push_screen(pages)
-        self._update_dialog_after(pages, make)
-
-    def _update_dialog_after(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
-        """Draw an open dialog again after `job`, which runs on another thread, or show why the job failed."""
-
-        def show(problem: str | None) -> None:
-            if not dialog.is_closed:
-                dialog.problem = problem
-                dialog.draw()
-
-        self._run_in_thread(job, show)
 
     def _run_in_thread(self, job: Callable[[], str | None], handle_result: Callable[[str | None], None]) -> None:
         """Run `job` on another thread; pass its result or its error to `handle_result` on the screen's thread."""
@@ -388,14 +407,19 @@ class Monitor(App[str]):
 
     # ------------------------------------------------------------------------------------------ keys and clicks
 
+    @property
+    def _actions(self) -> Mapping[str, str]:
+        """The action of each key now, by Textual's name of the key."""
+        return keys.PLAYBACK_ACTIONS if self.live_run.cursor.is_playback else keys.ACTIONS
+
     async def on_event(self, event: events.Event) -> None:
         """Handle a key at once, so that keys typed ahead reach the dialog that an earlier key opens."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
-        elif self._is_dialog_open and event.key not in keys.ANYWHERE:
+        elif self._is_dialog_open and event.key != "ctrl+c":
             self.screen.post_message(event)
-        elif event.key in self.ACTIONS:
-            await self.run_action(self.ACTIONS[event.key])
+        elif (action := self._actions.get(event.key)) is not None:
+            await self.run_action(action)
         else:
             self.show_message(f"{key_name(event)} does nothing here: ? shows the keys")
 
@@ -417,6 +441,9 @@ class Monitor(App[str]):
         """Go to the clicked panel, or press the key at column `x` of the footer; zoom the panel at the second click."""
         if panel == "footer":
             await self._press(key_at(self.panel_rows("footer")[0], x) or "")
+        elif panel == "timeline" and not self._is_dialog_open:
+            if (fraction := position_at(self.panel_rows("timeline")[0], x)) is not None:
+                self.action_seek_to(fraction)
         elif self._is_dialog_open or panel not in PANELS:
             return
         elif click_count == 1:
@@ -477,15 +504,10 @@ class Monitor(App[str]):
 
     def action_arrow(self, direction: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
-        output = self.live_run.output
-        does_scroll = self.view.zoom is not None or self.view.focus == "output"
-        if not does_scroll or (direction == "left" and self.view.zoom is None and not output.left):
-            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
-        elif direction in ("up", "down"):
+        if direction in ("up", "down") and (self.view.zoom is not None or self.view.focus == "output"):
             self._scroll(self.view.focus, -1 if direction == "up" else 1)
-        elif self.view.focus == "output":
-            output.left = max(output.left + (-8 if direction == "left" else 8), 0)
-            self.draw()
+        elif self.view.zoom is None:
+            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
 
     def action_zoom(self) -> None:
         """Show the node of the chosen rank, else the panel in focus on the full screen; or go back."""
@@ -496,8 +518,8 @@ class Monitor(App[str]):
 
     def action_unzoom(self) -> None:
         """Go back to now; else to all panels; else to all nodes; if they are shown already, end the search."""
-        if self.view.shown_ns is not None:
-            self.unfreeze()
+        if self.live_run.cursor.can_return:
+            self.show_present()
         elif self.view.zoom is not None:
             self.set_view(replace(self.view, zoom=None))
         elif self.view.node_number is not None:
@@ -512,16 +534,16 @@ class Monitor(App[str]):
     def action_scroll_page(self, pages: int) -> None:
         """Scroll by pages."""
         panel = self.view.zoom or "output"
-        self._scroll(panel, pages * max(self._inner_size(panel)[1] - 1, 1))
+        self._scroll(panel, pages * max(self._inner_height(panel) - 1, 1))
 
-    def _inner_size(self, panel: str) -> tuple[int, int]:
-        """Return the width and height inside the frame of a panel."""
+    def _inner_height(self, panel: str) -> int:
+        """Return the number of rows inside the frame of a panel, at least 1."""
         slot = self.slots.get(panel)
-        return (max(slot.width - 4, 1), max(slot.height - 2, 1)) if slot is not None else (1, 1)
+        return 1 if slot is None else max(slot.height - 2, 1)
 
     def _scroll(self, panel: str, rows: int) -> None:
         if panel == "output":
-            self.live_run.output.scroll(rows, self._inner_size(panel)[1])
+            self.live_run.output.scroll(rows, self._inner_height(panel))
             self.draw()
             return
         first_row = max(self.view.first_rows.get(panel, 0) + rows, 0)
@@ -549,7 +571,7 @@ class Monitor(App[str]):
         if refusal is not None:
             self.show_message(f"{problem}: {refusal}")
             return
-        self.unfreeze()
+        self.show_present()
         send()
         self.show_message(None)  # clear older messages before the answer
 
@@ -588,24 +610,6 @@ class Monitor(App[str]):
         if self.view.process_index is None and straggler is not None and straggler.process in ranks:
             chosen = straggler.process
         self.set_view(replace(self.view, process_index=chosen))
-
-    def action_time(self, parts: int) -> None:
-        """Look back in time, or (`parts` 1) go forward, up to now; the training and its record continue."""
-        self._show_time(shift_by_parts(self.data_to_draw(), parts))
-
-    def _show_time(self, time_ns: int) -> None:
-        """Show the run as it was at a time (ns since its start)."""
-        data, process = self.data_to_draw(), self.live_run.state.representative
-        present_ns = data.elapsed_ns if data.past is None else data.past.until_ns
-        if process is None or process.last_step is None:
-            self.show_message("no step has finished yet: there is nothing to look back to")
-        elif time_ns >= present_ns:
-            self.unfreeze()
-        else:
-            if self._frozen_data is None:
-                self.live_run.set_visible_ranks(FROZEN_RANKS)
-                self._frozen_data = self.live_run.build_screen_data(self.view)
-            self.set_view(replace(self.view, is_frozen=True, shown_ns=max(time_ns, process.began_ns)))
 
     def action_range(self, offset: int) -> None:
         """Choose a longer or shorter time range."""
@@ -659,8 +663,7 @@ class Monitor(App[str]):
 
     def _search(self, text: str, direction: int) -> None:
         """Go to the next older (1) or newer (-1) line that contains `text`."""
-        width, height = self._inner_size("output")
-        self.show_message(self.live_run.output.find(text, direction > 0, height, width))
+        self.show_message(self.live_run.output.find(text, direction > 0, self._inner_height("output")))
 
     # ------------------------------------------------------------------------------------------ dialogs
 
@@ -720,8 +723,13 @@ class Monitor(App[str]):
             if end_ns is not None:
                 self._show_time(int(end_ns))
 
+        def show(problem: str | None) -> None:
+            if not dialog.is_closed:
+                dialog.problem = problem
+                dialog.draw()
+
         self.push_screen(dialog, go_to_step)
-        self._update_dialog_after(dialog, read)
+        self._run_in_thread(read, show)
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the snapshot has."""
@@ -747,11 +755,10 @@ class Monitor(App[str]):
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""
-        data = self.data_to_draw()
-        if data.is_over or data.playing is not None:
+        if self.live_run.is_over:
             self.show_message("the run has ended: it reads no more input")
             return
-        if data.is_ending:
+        if self.live_run.is_ending:
             self.show_message("the command has ended: it reads no more input")
             return
         if not self.live_run.can_type():
@@ -776,49 +783,10 @@ class Monitor(App[str]):
 
     def action_save_screenshot(self) -> None:
         """Save a screenshot (SVG)."""
-        from dpmon.ui.svg_export import render_svg
-
-        rows = self.painted_rows()
-        if isinstance(self.screen, Dialog):
-            rows[self.screen.screen_row : self.screen.screen_row + len(self.screen.rows)] = self.screen.rows
-        text = render_svg(rows, self.style, f"dpmon {self.data_to_draw().title}")
+        text = self.export_screenshot(title=f"dpmon {self.data_to_draw().title}", simplify=True)
+        # Textual's picture would load its font from the network.
+        text = re.sub(r"@font-face {.*?}", "", text, flags=re.DOTALL).replace("Fira Code", "DejaVu Sans Mono, Menlo")
         directory, name = self.live_run.directory, self.live_run.file_name()
         self._run_in_thread(
             lambda: f"screenshot: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
         )
-
-    def action_export(self) -> None:
-        """Export all records in the background, after asking for the format."""
-        text = ["Writes all records so far into a new file, in the background."]
-        self.push_screen(Choice("Export", text, _EXPORT_CHOICES, self.style), self._export)
-
-    def _export(self, file_format: str | None) -> None:
-        if file_format in background_jobs.ENDINGS:
-            self.show_message("exporting in the background")
-            directory, name = self.live_run.directory, self.live_run.file_name()
-            self._run_in_thread(
-                lambda: f"exported: {background_jobs.export_records(directory, name, file_format)}", self.show_message
-            )
-
-    def action_report(self) -> None:
-        """Show the report on the run so far."""
-        directory = self.live_run.directory
-        self._show_text(
-            "Report", "writing the report ...", lambda width: background_jobs.render_report(directory, width)
-        )
-
-    def action_compare(self) -> None:
-        """Choose runs to compare, and show the comparison."""
-        dialog = RunList(self.live_run.directory, self.style)
-
-        def compare(answer: str | None) -> None:
-            if answer is not None:
-                before, after = dialog.runs_on_side("A"), dialog.runs_on_side("B")
-                self._show_text(
-                    "Comparison",
-                    "comparing the runs ...",
-                    lambda width: background_jobs.render_comparison(before, after, width),
-                )
-
-        self.push_screen(dialog, compare)
-        self._update_dialog_after(dialog, dialog.read)

@@ -7,6 +7,7 @@ panel grows to the rows that its content needs, then the others evenly. Panels t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
@@ -44,8 +45,8 @@ class ScenePanel(NamedTuple):
     name: str
     min_height: int
     """Rows of its short form, with its frame."""
-    growth_weight: int = 0
-    """Its weight when the rows that no content needs are shared."""
+    grows: bool = False
+    """Whether it shares the rows that no content needs."""
     can_fold: bool = True
     """Whether it folds to its title if its short form does not fit. If not, it is left out."""
 
@@ -91,154 +92,134 @@ def place_panels(
         tree = arrangement.three_columns
     else:
         tree = arrangement.two_columns if is_wide(width) else arrangement.one_column
-    return slots | _PlacementBuilder(arrangement, wanted_rows, body).place_stacked(tree, body)
+    max_height = body.height * _MAX_PANEL_SHARE // 100
+    panels = {
+        member.name: _panel_part(importance, member, wanted_rows, body.height)
+        for importance, member in enumerate(arrangement.members)
+    }
+    return slots | _place_stacked(_build_parts(tree, panels, max_height, is_stack=True), body)
 
 
-class _RowNeed(NamedTuple):
-    """The rows that a part of the screen needs, and the importance of its most important panel."""
+class _Part(NamedTuple):
+    """A part of the screen: a panel, or several parts. Its rows are first of all for its most important panel."""
 
     importance: int
     min_height: int
     main_height: int
-    """Rows that the content of its most important panel needs."""
+    """Rows that it gets before other parts grow."""
     full_height: int
-    growth_weight: int
+    """Rows that its content needs."""
+    grows: bool
     can_fold: bool
-    column_count: int
+    column_count: int = 1
+    panel: str = ""
+    parts: Sequence[_Part] = ()
 
 
-class _PlacementBuilder:
-    """The division of the screen between the panels of an arrangement."""
-
-    def __init__(self, arrangement: Arrangement, wanted_rows: Mapping[str, int], body: Slot) -> None:
-        self._main_height, self._max_height = (
-            body.height * share // 100 for share in (MAIN_PANEL_SHARE, _MAX_PANEL_SHARE)
-        )
-        self._needs = {
-            member.name: self._row_need(importance, member, wanted_rows)
-            for importance, member in enumerate(arrangement.members)
-        }
-
-    def _row_need(self, importance: int, member: ScenePanel, wanted_rows: Mapping[str, int]) -> _RowNeed:
-        full_height = wanted_rows.get(member.name, member.min_height - _FRAME_ROWS) + _FRAME_ROWS
-        min_height = min(member.min_height, max(full_height, _MIN_OPEN_HEIGHT))
-        full_height = max(min(full_height, self._max_height), min_height)
-        return _RowNeed(
-            importance,
-            min_height,
-            min(full_height, self._main_height),
-            full_height,
-            member.growth_weight,
-            member.can_fold,
-            1,
-        )
-
-    def _combined_need(self, tree: Tree, side_by_side: bool) -> _RowNeed:
-        """Return what all panels of a tree need together. `side_by_side`: whether its members stand side by side."""
-        if isinstance(tree, str):
-            return self._needs[tree]
-        needs = [self._combined_need(subtree, not side_by_side) for subtree in tree]
-        most_important = min(needs)
-        full_heights, column_counts = [need.full_height for need in needs], [need.column_count for need in needs]
-        full_height = max(full_heights) if side_by_side else sum(full_heights)
-        return most_important._replace(
-            full_height=min(full_height, max(self._max_height, most_important.min_height)),
-            growth_weight=max(need.growth_weight for need in needs),
-            can_fold=False,
-            column_count=sum(column_counts) if side_by_side else max(column_counts),
-        )
-
-    def _without_missing_panels(self, tree: Tree) -> Tree | None:
-        """Return the tree without the panels that the arrangement lacks; None if nothing is left."""
-        if isinstance(tree, str):
-            return tree if tree in self._needs else None
-        kept = tuple(
-            kept_subtree for subtree in tree if (kept_subtree := self._without_missing_panels(subtree)) is not None
-        )
-        return kept or None
-
-    def place_stacked(self, tree: Tree, area: Slot) -> dict[str, Slot]:
-        """Return places one below the other. Folded panels share the row of the first one."""
-        kept = self._without_missing_panels(tree)
-        if isinstance(kept, str):
-            return {kept: area}
-        trees = kept or ()
-        heights = _divide_rows([self._combined_need(subtree, side_by_side=True) for subtree in trees], area)
-        titles = [
-            subtree for subtree, height in zip(trees, heights, strict=True) if height == 1 and isinstance(subtree, str)
-        ]
-        slots: dict[str, Slot] = {}
-        y = area.y
-        for subtree, height in zip(trees, heights, strict=True):
-            if height == 1 and isinstance(subtree, str):
-                for index, title in enumerate(titles):
-                    start, end = (area.width * i // len(titles) for i in (index, index + 1))
-                    slots[title] = Slot(area.x + start, y, end - start, 1)
-                y += len(titles) > 0
-                titles = []
-            elif height:
-                slots |= self._place_side_by_side(subtree, Slot(area.x, y, area.width, height))
-                y += height
-        return slots
-
-    def _place_side_by_side(self, tree: Tree, area: Slot) -> dict[str, Slot]:
-        """Return places side by side. Widths are proportional to the number of columns inside."""
-        if isinstance(tree, str):
-            return {tree: area}
-        columns = [self._combined_need(subtree, side_by_side=False).column_count for subtree in tree]
-        slots: dict[str, Slot] = {}
-        for index, subtree in enumerate(tree):
-            start, end = (area.width * sum(columns[:i]) // sum(columns) for i in (index, index + 1))
-            slots |= self.place_stacked(
-                subtree if isinstance(subtree, tuple) else (subtree,),
-                Slot(start + area.x, area.y, end - start, area.height),
-            )
-        return slots
+def _panel_part(importance: int, member: ScenePanel, wanted_rows: Mapping[str, int], body_height: int) -> _Part:
+    full_height = wanted_rows.get(member.name, member.min_height - _FRAME_ROWS) + _FRAME_ROWS
+    min_height = min(member.min_height, max(full_height, _MIN_OPEN_HEIGHT))
+    full_height = max(min(full_height, body_height * _MAX_PANEL_SHARE // 100), min_height)
+    main_height = min(full_height, body_height * MAIN_PANEL_SHARE // 100)
+    return _Part(importance, min_height, main_height, full_height, member.grows, member.can_fold, panel=member.name)
 
 
-def _divide_rows(needs: Sequence[_RowNeed], area: Slot) -> list[int]:
+def _build_parts(tree: Tree, panels: Mapping[str, _Part], max_height: int, is_stack: bool) -> list[_Part]:
+    """Return the parts of a tree, without the panels that the arrangement lacks. `is_stack`: they are stacked."""
+    if isinstance(tree, str):
+        return [panels[tree]] if tree in panels else []
+    parts: list[_Part] = []
+    for subtree in tree:
+        members = _build_parts(subtree, panels, max_height, not is_stack)
+        if isinstance(subtree, str):
+            parts += members
+        elif members:
+            parts.append(_combine(members, max_height, is_stack=not is_stack))
+    return parts
+
+
+def _combine(parts: Sequence[_Part], max_height: int, is_stack: bool) -> _Part:
+    most_important = min(parts)
+    heights, columns = [part.full_height for part in parts], [part.column_count for part in parts]
+    full_height = min(sum(heights) if is_stack else max(heights), max(max_height, most_important.min_height))
+    return most_important._replace(
+        full_height=full_height,
+        grows=any(part.grows for part in parts),
+        can_fold=False,
+        column_count=max(columns) if is_stack else sum(columns),
+        panel="",
+        parts=parts,
+    )
+
+
+def _place_stacked(parts: Sequence[_Part], area: Slot) -> dict[str, Slot]:
+    """Return places one below the other. Folded panels share the row of the first one."""
+    heights = _divide_rows(parts, area)
+    titles = [part for part, height in zip(parts, heights, strict=True) if height == 1 and part.panel]
+    slots: dict[str, Slot] = {}
+    y = area.y
+    for part, height in zip(parts, heights, strict=True):
+        row = area._replace(y=y, height=height)
+        if part not in titles:
+            slots |= _place_side_by_side([part] if part.panel else part.parts, row) if height else {}
+            y += height
+        elif part is titles[0]:
+            slots |= _place_side_by_side(titles, row)
+            y += 1
+    return slots
+
+
+def _place_side_by_side(parts: Sequence[_Part], area: Slot) -> dict[str, Slot]:
+    """Return places side by side. Widths are proportional to the number of columns inside."""
+    columns = [0, *accumulate(part.column_count for part in parts)]
+    edges = [area.x + area.width * column // columns[-1] for column in columns]
+    slots: dict[str, Slot] = {}
+    for part, (start, end) in zip(parts, pairwise(edges), strict=True):
+        place = area._replace(x=start, width=end - start)
+        slots |= {part.panel: place} if part.panel else _place_stacked(part.parts, place)
+    return slots
+
+
+def _divide_rows(parts: Sequence[_Part], area: Slot) -> list[int]:
     """Return the rows of parts that stand one below the other.
 
     0: left out. 1: a title in the row that all titles share.
     """
-    order = sorted(range(len(needs)), key=lambda index: needs[index].importance)
-    rows = [0] * len(needs)
-    free_rows, max_titles = area.height, max(area.width // _TITLE_CELLS, 1)
+    order = sorted(range(len(parts)), key=lambda index: parts[index].importance)
+    main_part, rows, free_rows = order[0], [0] * len(parts), area.height
+    if len(parts) == 1:
+        return [free_rows]
     for index in order[:2]:  # the two most important are open on every screen
-        if len(order) == 1:
-            rows[index] = free_rows
-        elif free_rows >= _MIN_OPEN_HEIGHT:
+        if free_rows >= _MIN_OPEN_HEIGHT:
             rows[index] = _MIN_OPEN_HEIGHT
-        free_rows -= rows[index]
+            free_rows -= _MIN_OPEN_HEIGHT
+    max_titles = max(area.width // _TITLE_CELLS, 1)
     fits = True
     for index in order:
-        need = needs[index]
+        part = parts[index]
         reserved = 0 if index in (order[0], order[-1]) else 1  # for the titles of those that are not open
-        fits = fits and rows[index] + free_rows >= need.min_height + reserved
+        fits = fits and rows[index] + free_rows >= part.min_height + reserved
         if fits:
-            free_rows -= need.min_height - rows[index]
-            rows[index] = need.min_height
-        elif not rows[index] and need.can_fold and rows.count(1) < max_titles and (free_rows or 1 in rows):
+            free_rows -= part.min_height - rows[index]
+            rows[index] = part.min_height
+        elif not rows[index] and part.can_fold and rows.count(1) < max_titles and (free_rows or 1 in rows):
             free_rows -= 1 not in rows
             rows[index] = 1
-    first_title = next((index for index in order if rows[index] == 1), None)
-    main_part = order[0]
-    main_is_complete = rows[main_part] >= needs[main_part].min_height  # else the free rows are for its values
-    if first_title is not None and free_rows >= _MIN_PARTIAL_HEIGHT and main_is_complete:
+    main_is_complete = rows[main_part] >= parts[main_part].min_height  # else the free rows are for its values
+    if 1 in rows and free_rows >= _MIN_PARTIAL_HEIGHT and main_is_complete:
+        first_title = next(index for index in order if rows[index] == 1)
         is_only_title = rows.count(1) == 1  # without other titles, their common row is free
         rows[first_title], free_rows = free_rows + is_only_title, 0
     open_parts = [index for index in order if rows[index] > 1]
-    extra = min(max(needs[main_part].main_height - rows[main_part], 0), free_rows)
+    extra = min(max(parts[main_part].main_height - rows[main_part], 0), free_rows)
     rows[main_part] += extra
     free_rows -= extra
-    while free_rows and (parts_below_full := [index for index in open_parts if rows[index] < needs[index].full_height]):
-        emptiest = min(parts_below_full, key=lambda index: rows[index] / needs[index].full_height)
-        rows[emptiest] += 1
+    while free_rows and (below_full := [index for index in open_parts if rows[index] < parts[index].full_height]):
+        rows[min(below_full, key=lambda index: rows[index] / parts[index].full_height)] += 1
         free_rows -= 1
-    growing_parts = [index for index in open_parts if needs[index].growth_weight] or open_parts[-1:]
-    shares = sum(max(needs[index].growth_weight, 1) for index in growing_parts)
-    for index in growing_parts:
-        share = max(needs[index].growth_weight, 1)
-        extra = free_rows * share // shares
-        rows[index], free_rows, shares = rows[index] + extra, free_rows - extra, shares - share
+    growing_parts = [index for index in open_parts if parts[index].grows] or open_parts[-1:]
+    for count, index in enumerate(growing_parts):
+        extra = free_rows // (len(growing_parts) - count)
+        rows[index] += extra
+        free_rows -= extra
     return rows

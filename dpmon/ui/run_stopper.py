@@ -55,7 +55,7 @@ class RunStopper:
         """Stop the training after a confirmation."""
         if self.progress is not None:
             return
-        if self._app.live_run.is_over or self._app.data_to_draw().playing is not None:
+        if self._app.live_run.is_over:
             self._app.show_message("there is nothing to stop: the run has ended")
         else:
             self._confirm_stop(leaves=False)
@@ -87,7 +87,7 @@ class RunStopper:
                 self._app.exit("ended")
         else:
             self._leaves_when_stopped = leaves
-            self._app.unfreeze()
+            self._app.show_present()
             self._show_progress("asking the training to stop")
             threading.Thread(target=self._stop_run, name="dpmon stop", daemon=True).start()
 

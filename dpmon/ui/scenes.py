@@ -21,16 +21,16 @@ STARTING, SINGLE, DP, RANKS, MANY, NODES = "starting", "single", "dp", "ranks", 
 STALLED, ENDED = "stalled", " ended"
 """ENDED follows the name of the scene in which the run ended."""
 
-_OUTPUT, _BATCH = ScenePanel("output", 4, growth_weight=1), ScenePanel("batch", 9, growth_weight=1)
+_OUTPUT, _BATCH = ScenePanel("output", 4, grows=True), ScenePanel("batch", 9, grows=True)
 """Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
 _DEVICES, _COMPARE, _PROGRESS = (
     ScenePanel("devices", 4),
     ScenePanel("compare", 6),
-    ScenePanel("progress", 4, growth_weight=1),
+    ScenePanel("progress", 4, grows=True),
 )
 _REPLICAS, _RANKS, _STALLED_RANKS = ScenePanel("replicas", 5), ScenePanel("replicas", 7), ScenePanel("replicas", 7)
 _NODES = ScenePanel("replicas", 10)
-_ENDED_PROGRESS = ScenePanel("progress", 7, growth_weight=1)
+_ENDED_PROGRESS = ScenePanel("progress", 7, grows=True)
 
 _RANK_ARRANGEMENT = Arrangement(
     (_RANKS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
@@ -54,7 +54,7 @@ def _put_findings_first(running: Arrangement) -> Arrangement:
 
 _ARRANGEMENTS_WITHOUT_STALL: Mapping[str, Arrangement] = {
     STARTING: Arrangement(
-        (_OUTPUT, _PROGRESS._replace(growth_weight=0), _DEVICES),
+        (_OUTPUT, _PROGRESS._replace(grows=False), _DEVICES),
         one_column=("progress", "devices", "output"),
         two_columns=(("progress", "devices"), "output"),
         three_columns=(("progress", "devices"), "output"),

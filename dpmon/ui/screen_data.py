@@ -32,6 +32,7 @@ from dpmon.stalls.run_state import (
 )
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.text.formatting import UNKNOWN, format_calls_so_far, format_elapsed
+from dpmon.ui.time_cursor import TimeCursor
 
 PANELS = ("devices", "replicas", "batch", "compare", "output", "progress")
 NAMES = {
@@ -53,26 +54,6 @@ BEFORE_STALL = ("values from before the stall", "wait")
 """Stands next to metrics that cover no time of the stall."""
 
 
-class PlaybackPosition(NamedTuple):
-    """A playback: position and length (ns), whether it plays, and its speed (1: real time)."""
-
-    position_ns: int
-    length_ns: int
-    is_playing: bool
-    speed: float
-
-
-class LookBack(NamedTuple):
-    """The moment from which the user looks back (ns since the run's start)."""
-
-    state: RunSnapshot
-    """The state when the screen was frozen: the histories end there."""
-    until_ns: int
-    """When it was frozen."""
-    now_ns: int | None
-    """The present; None if the run has ended."""
-
-
 class ModeRequest(NamedTuple):
     """A requested mode with its status: pending, done or refused, and since when (ns since the run's start)."""
 
@@ -89,9 +70,6 @@ class View:
 
     focus: str = "replicas"
     zoom: str | None = None
-    is_frozen: bool = False
-    shown_ns: int | None = None
-    """The earlier time that a frozen picture shows (ns since the run's start); None: when it was frozen."""
     call_choice: int = 0
     """Number of the root, or call of a step, that the replicas panel shows; 0: always the one called last."""
     range_s: int = 120
@@ -143,11 +121,10 @@ class ScreenData:
     """Whether the command is gone and its exit is not recorded yet."""
     is_reading: bool = False
     """Whether older records are still being read, so that the age of the last step means nothing."""
-    playing: PlaybackPosition | None = None
-    """The position of the playback; None for a live run."""
-    past: LookBack | None = None
-    """The present from which the user looks back; None unless the screen shows an earlier time."""
-
+    cursor: TimeCursor = field(default_factory=TimeCursor)
+    """The time that the screen shows, and how it came there."""
+    history_state: RunSnapshot | None = None
+    """While the user looks back, the state when the picture was frozen: the histories go until then. Else None."""
     findings: Sequence[Finding] | None = None
     """Findings of a finished run, the most important first; None while they are not known."""
 
@@ -196,7 +173,7 @@ class ScreenData:
     @property
     def shows_past(self) -> bool:
         """Whether the screen shows a past time, in which case no request can be sent to the training."""
-        return self.playing is not None or self.past is not None
+        return self.cursor.is_playback or self.cursor.is_looking_back
 
     @property
     def is_over(self) -> bool:
@@ -227,9 +204,7 @@ class ScreenData:
 
     @property
     def elapsed_ns(self) -> int:
-        """The run's duration until now or its end (ns); in a playback, until its position."""
-        if self.playing is not None:
-            return self.playing.position_ns
+        """The run's duration until the time of the picture, or its end (ns)."""
         return self.now_ns if self.exit_info is None else int(self.exit_info.seconds * 1e9)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dpmon.model.run_snapshot import MAX_RANKS
 from dpmon.text.cells import wrap_text
 from dpmon.ui.footer import render_footer, render_timeline
 from dpmon.ui.panel_layout import MAIN_PANEL_SHARE, MIN_HEIGHT, MIN_WIDTH, Slot, place_panels
 from dpmon.ui.panels import panel_batch, panel_devices, panel_output, panel_progress, panel_ranks, panel_stall
-from dpmon.ui.panels.panel_output import OutputView, highlight_matches
+from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import is_reply_cut, render_panel, reply_message
 from dpmon.ui.scenes import choose_scene
 from dpmon.ui.screen_data import BEFORE_STALL, PANELS, ScreenData
@@ -25,7 +25,7 @@ _POPUP_SHARE = 2
 
 def panel_slots(screen: ScreenData, width: int, height: int) -> dict[str, Slot]:
     """Return the current place of each panel."""
-    timeline_rows = 1 if screen.playing is not None and height > MIN_HEIGHT else 0
+    timeline_rows = 1 if screen.cursor.is_playback and height > MIN_HEIGHT else 0
     scene, is_tall = choose_scene(screen), height >= TALL_SCREEN_ROWS
     wanted_rows = {
         "devices": panel_devices.preferred_height(screen),
@@ -50,30 +50,33 @@ def _pinned_row_count(panel: str, screen: ScreenData) -> int:
     )
 
 
-def paint_panels(
+def paint_screen(
     screen: ScreenData, output: OutputView, slots: Mapping[str, Slot], style: TerminalStyle, *, with_popup: bool = True
-) -> dict[str, list[Row]]:
-    """Return the rows of each panel, truncated or filled to its size.
+) -> list[Row]:
+    """Return the rows of the whole screen.
 
     `with_popup`: show a truncated message in full above the footer.
     """
-    painted = {
-        panel: _fit_to_slot(_paint_panel(panel, screen, output, slot, style), slot, style)
-        for panel, slot in slots.items()
-    }
+    rows: list[Row] = [[] for _ in range(max(slot.y + slot.height for slot in slots.values()))]
+    for panel, slot in sorted(slots.items(), key=lambda item: item[1].x):
+        for y, row in enumerate(paint_panel(panel, screen, output, slot, style), slot.y):
+            rows[y] += row
     footer_slot = slots.get("footer")
     if footer_slot is not None and with_popup:
-        rows = message_popup(screen, footer_slot.width, footer_slot.y, style)
-        overlay_rows(painted, slots, rows, footer_slot.y - len(rows))
-    return painted
+        popup = message_popup(screen, footer_slot.width, footer_slot.y, style)
+        for y, row in enumerate(popup, footer_slot.y - len(popup)):
+            rows[y] = [*row, *crop_row(rows[y], row_width(row), footer_slot.width)]
+    return rows
 
 
-def _fit_to_slot(rows: list[Row], slot: Slot, style: TerminalStyle) -> list[Row]:
-    rows = rows[: slot.height] + [[]] * (slot.height - len(rows))
+def paint_panel(panel: str, screen: ScreenData, output: OutputView, slot: Slot, style: TerminalStyle) -> list[Row]:
+    """Return the rows of a panel, truncated or filled to its size."""
+    rows = _panel_rows(panel, screen, output, slot, style)[: slot.height]
+    rows += [[]] * (slot.height - len(rows))
     return [fit_row(row, slot.width, style.glyphs.more) for row in rows]
 
 
-def _paint_panel(panel: str, screen: ScreenData, output: OutputView, slot: Slot, style: TerminalStyle) -> list[Row]:
+def _panel_rows(panel: str, screen: ScreenData, output: OutputView, slot: Slot, style: TerminalStyle) -> list[Row]:
     if panel == "small":
         return [
             *render_panel(screen, slot.width, 3, style)[: slot.height - 1],
@@ -81,8 +84,8 @@ def _paint_panel(panel: str, screen: ScreenData, output: OutputView, slot: Slot,
         ]
     if panel == "status":
         return render_panel(screen, slot.width, slot.height, style)
-    if panel == "timeline" and screen.playing is not None:
-        return render_timeline(screen.playing, slot.width, style)
+    if panel == "timeline":
+        return render_timeline(screen.cursor, slot.width, style)
     if panel == "footer":
         return render_footer(screen, slot.width, style)
     title, corner, rows = _panel_content(panel, screen, output, slot, style)
@@ -147,24 +150,10 @@ def _panel_content(
         title, corner = panel_progress.panel_title(screen, style, slot.is_folded)
         return title, corner, panel_progress.render_panel(screen, width, height, style)
     title, corner = panel_output.panel_title(output, screen, slot.width, style)
-    search = screen.view.search
-    ellipsis = style.glyphs.more
+    if screen.view.search:
+        title = [*title, (f" {style.glyphs.middot} find ", "dim"), (screen.view.search, "wait")]
     lines = output.visible_rows(height)
-    if search:
-        title = [*title, (f" {style.glyphs.middot} find ", "dim"), (search, "wait")]
-        lines = [highlight_matches(line, search) for line in lines]
-    if output.left:
-        return title, corner, panel_output.scroll_sideways(lines, output.left, ellipsis)
-    return title, corner, [panel_output.shorten_traceback_path(line, width, ellipsis) for line in lines]
-
-
-def join_panels(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[Row]:
-    """Return the rows of the whole screen, joined from the rows of each panel."""
-    rows: list[Row] = [[] for _ in range(max((slot.y + slot.height for slot in slots.values()), default=0))]
-    for panel, slot in sorted(slots.items(), key=lambda item: item[1].x):
-        for index, row in enumerate(painted[panel]):
-            rows[slot.y + index] += row
-    return rows
+    return title, corner, [panel_output.shorten_traceback_path(line, width, style.glyphs.more) for line in lines]
 
 
 def message_popup(screen: ScreenData, width: int, rows_above: int, style: TerminalStyle) -> list[Row]:
@@ -176,13 +165,3 @@ def message_popup(screen: ScreenData, width: int, rows_above: int, style: Termin
     lines = wrap_text(plain_text(reply_message(screen, style)), popup_width - 4, max_lines, style.glyphs.more)
     rows: list[Row] = [[(line, "")] for line in lines]
     return draw_frame([("in full", "wait")], [], rows, popup_width, len(rows) + 2, style.glyphs, focused=True)
-
-
-def overlay_rows(painted: dict[str, list[Row]], slots: Mapping[str, Slot], rows: Sequence[Row], y: int) -> None:
-    """Put `rows` over the painted screen from row `y` on, at its left."""
-    for panel, slot in slots.items():
-        for index, row in enumerate(rows, y - slot.y):
-            if 0 <= index < len(painted[panel]):
-                overlay = crop_row(row, slot.x, slot.x + slot.width)
-                uncovered = crop_row(painted[panel][index], row_width(overlay), slot.width)
-                painted[panel][index] = [*overlay, *uncovered]

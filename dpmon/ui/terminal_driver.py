@@ -25,37 +25,28 @@ from typing import Any
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
-from textual.events import Key, MouseMove
+from textual.events import Key, MouseMove, Paste
 from textual.message import Message
 
 _POLL_INTERVAL_S = 0.05
 _ESCAPE_POLLS = 2
-"""After this many looks without input, an escape is the key, and an interrupt at the end of an open paste is a key."""
+"""After this many looks without input, an escape is the key."""
 _UNFINISHED_POLLS = 20
 """After this many looks without input, an open sequence is dropped, and an open paste counts as finished."""
-_MAX_SEQUENCE_BYTES = 256
-"""Most bytes that are kept of an open sequence."""
-_MAX_PASTE_BYTES = 1 << 16
-"""Most bytes of a paste; the rest is dropped."""
 _MAX_QUEUED_MESSAGES = 32
 """If more messages wait for the application, keys are dropped, so that it answers ctrl+c soon."""
-_PASTE_START, _PASTE_END = "\x1b[200~", "\x1b[201~"
-_INTERRUPTS = (b"\x03", b"\x1a")
-"""ctrl+c and ctrl+z. They end a paste, because the user may press them if its end never comes."""
 _URGENT_KEYS = ("ctrl+c", "ctrl+z")
-_TRAINING_KEYS = "dpx"
-"""Keys that switch, pause or stop the training. Together with alt they do nothing."""
+_PASTE_START, _PASTE_END = "\x1b[200~", "\x1b[201~"
 # OSC, DCS, APC, PM and SOS with their text; an X10 mouse report; CSI, which begins F1 to F5 of the Linux console with
-# two brackets; SS3; ST.
-_STRING = rb"[\]P_^X][^\x03\x07\x1a\x1b]*"
+# two brackets; SS3; ST; alt with a key that switches, pauses or stops the training.
+_STRING = r"[\]P_^X][^\x03\x07\x1a\x1b]*"
 _SEQUENCE = re.compile(
-    rb"\x1b(?:" + _STRING + rb"(?:\x07|\x1b\\)?|\[(?:M[ -\xff]{3}|\[?[0-?]*[ -/]*[@-Z\\-~]?)|O[ -~]?|\\|[dpx])?"
+    rf"\x1b(?:{_STRING}(?:\x07|\x1b\\)?|\[(?:M[^\x1b]{{3}}|\[?[0-?]*[ -/]*[@-Z\\-~]?)|O[ -~]?|\\|[dpx])?"
 )
-_UNFINISHED_SEQUENCE = re.compile(rb"\x1b(?:" + _STRING + rb"\x1b?|\[(?:M[ -\xff]{0,2}|\[?[0-?]*[ -/]*)|O)?\Z")
-# Beside the keys of Textual's table: mouse, focus, paste, and whether the terminal draws at once.
-_KNOWN_SEQUENCE = re.compile(r"\x1b\[(?:<\d{1,4};\d{1,5};\d{1,5}[Mm]|[IO]|20[01]~|\?2026;\d\$y)")
-# ctrl with a letter, and escape, of kitty's protocol and xterm's modifyOtherKeys, which a program may have left on.
-_CODED_KEY = re.compile(r"\x1b\[(?:27;(\d{1,3});(\d{1,3})~|(\d{1,3})(?:;(\d{1,3}))?u)")
+_UNFINISHED_SEQUENCE = re.compile(rf"\x1b(?:{_STRING}\x1b?|\[(?:M[^\x1b]{{0,2}}|\[?[0-?]*[ -/]*)|O)?\Z")
+# Beside the keys of Textual's table: mouse, focus, whether the terminal draws at once, and keys of kitty's protocol and
+# xterm's modifyOtherKeys, which a program may have left on.
+_KNOWN_SEQUENCE = re.compile(r"\x1b\[(?:<\d{1,4};\d{1,5};\d{1,5}[Mm]|[IO]|\?2026;\d\$y|\d{1,3}(?:;\d{1,3}){0,2}[u~])")
 
 
 class _InputParser:
@@ -65,64 +56,55 @@ class _InputParser:
     """
 
     def __init__(self) -> None:
-        self._parser, self._decoder = XTermParser(), getincrementaldecoder("utf-8")("ignore")
-        self._unfinished = self._last_byte = b""
-        """The bytes of a sequence without its end, and the last byte of all."""
-        self._paste_room_bytes: int | None = None
-        """How many bytes an open paste still takes; None without one."""
+        self._decoder = getincrementaldecoder("utf-8")("ignore")
+        self._unfinished = ""
+        """A sequence without its end."""
+        self._pasted: list[str] | None = None
+        """The text of an open paste; None without one."""
         self._quiet_polls = 0
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages of these bytes. Call it with no bytes at every poll without input."""
         self._quiet_polls = 0 if data else self._quiet_polls + 1
-        if self._quiet_polls == _ESCAPE_POLLS and self._unfinished == b"\x1b":
-            self._unfinished = b""
+        if self._quiet_polls == _ESCAPE_POLLS and self._unfinished == "\x1b":
+            self._unfinished = ""
             yield from self._sequence_messages("\x1b")
         if self._quiet_polls == _UNFINISHED_POLLS:
-            self._unfinished = b""
-        is_interrupted = self._quiet_polls == _ESCAPE_POLLS and self._last_byte in _INTERRUPTS
-        if self._paste_room_bytes is not None and (is_interrupted or self._quiet_polls == _UNFINISHED_POLLS):
+            self._unfinished = ""
             yield from self._sequence_messages(_PASTE_END)
-            yield from self._text_messages(self._last_byte if is_interrupted else b"")
-        if data:
-            self._last_byte = data[-1:]
-            data = self._unfinished + data
-            unfinished = _UNFINISHED_SEQUENCE.search(data)
-            self._unfinished = unfinished[0] if unfinished else b""
-            data = data[: len(data) - len(self._unfinished)]
-            if len(self._unfinished) > _MAX_SEQUENCE_BYTES:
-                self._unfinished = self._unfinished[: _MAX_SEQUENCE_BYTES - 1] + self._unfinished[-1:]
-            start = 0
-            for match in _SEQUENCE.finditer(data):
-                yield from self._text_messages(data[start : match.start()])
-                yield from self._sequence_messages(match[0].decode("latin-1"))
-                start = match.end()
-            yield from self._text_messages(data[start:])
+        if not data:
+            return
+        text = self._unfinished + self._decoder.decode(data)
+        unfinished = _UNFINISHED_SEQUENCE.search(text)
+        self._unfinished = unfinished[0] if unfinished else ""
+        text = text[: len(text) - len(self._unfinished)]
+        start = 0
+        for match in _SEQUENCE.finditer(text):
+            yield from self._text_messages(text[start : match.start()])
+            yield from self._sequence_messages(match[0])
+            start = match.end()
+        yield from self._text_messages(text[start:])
 
-    def _text_messages(self, data: bytes) -> Iterable[Message]:
-        if self._paste_room_bytes is not None:
-            data = data[: self._paste_room_bytes]
-            self._paste_room_bytes -= len(data)
-        text = self._decoder.decode(data)
-        return self._parser.feed(text) if text else ()
+    def _text_messages(self, text: str) -> Iterable[Message]:
+        if self._pasted is None:
+            return XTermParser().feed(text) if text else ()
+        self._pasted.append(text)
+        return ()
 
     def _sequence_messages(self, sequence: str) -> Iterable[Message]:
-        if self._paste_room_bytes is not None and sequence != _PASTE_END:
-            return ()
-        if sequence == "\x1b":
+        if sequence == _PASTE_START:
+            self._pasted = []
+        elif self._pasted is not None:
+            if sequence == _PASTE_END:
+                text, self._pasted = "".join(self._pasted), None
+                return (Paste(text.replace("\x00", "")),)
+        elif sequence == "\x1b":
             return (Key("escape", sequence),)
-        if sequence[1] in _TRAINING_KEYS:
+        elif sequence[1:] in ("d", "p", "x"):
             return (Key(f"alt+{sequence[1]}", sequence[1]),)
-        if match := _CODED_KEY.fullmatch(sequence):
-            code, modifiers = int(match[2] or match[3]), (int(match[1] or match[4] or 1) - 1) & 63  # without the locks
-            if code == 27 and not modifiers:
-                return self._sequence_messages("\x1b")
-            return self._text_messages(bytes([code & 31])) if modifiers == 4 and 97 <= code <= 122 else ()
-        if sequence not in ANSI_SEQUENCES_KEYS and not _KNOWN_SEQUENCE.fullmatch(sequence):
-            return ()
-        if sequence in (_PASTE_START, _PASTE_END):
-            self._paste_room_bytes = _MAX_PASTE_BYTES if sequence == _PASTE_START else None
-        return self._parser.feed(sequence)
+        elif sequence in ANSI_SEQUENCES_KEYS or _KNOWN_SEQUENCE.fullmatch(sequence):
+            return XTermParser().feed(sequence)
+        return ()
 
 
 class TerminalDriver(LinuxDriver):
@@ -211,8 +193,6 @@ class TerminalDriver(LinuxDriver):
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MAX_SIGNAL_EXIT_S = 1.0
 _MAX_LEAVE_S = 5.0
-_DEADLINE_PARTS = 10
-"""A deadline passes in this many parts. A stop of the process uses up at most one of them."""
 _MAX_WRITES, _WRITE_INTERVAL_S = 10, 0.05
 _RESTORE_SEQUENCE = (
     b"\x1b[?2026l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1004l\x1b[?2004l\x1b[<u"
@@ -238,8 +218,7 @@ class ExitHandlers:
         self._ask_app_to_exit = ask_app_to_exit
         self._old_handlers: dict[int, Any] = {}
         self._terminal_modes: list[Any] | None = None
-        self._deadline_canceled: threading.Event | None = None
-        """Cancels the deadline when it is set; None before the first deadline."""
+        self._deadline: threading.Timer | None = None
         self._is_active = False
         self.status = 0
         """128+N after a signal; 0 without one."""
@@ -257,8 +236,8 @@ class ExitHandlers:
     def uninstall(self) -> None:
         """Restore the handlers and cancel the deadline."""
         self._is_active = False
-        if self._deadline_canceled is not None:
-            self._deadline_canceled.set()
+        if self._deadline is not None:
+            self._deadline.cancel()
         for signal_number, handler in self._old_handlers.items():
             signal.signal(signal_number, handler)
         self._old_handlers.clear()
@@ -266,7 +245,7 @@ class ExitHandlers:
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
         if signal_number != signal.SIGINT:
             self.exit_with_status(128 + signal_number)
-        elif self._deadline_canceled is None and not self.exit_with_status(128 + signal_number):
+        elif self._deadline is None and not self.exit_with_status(128 + signal_number):
             self.uninstall()
             raise KeyboardInterrupt  # no application is there yet: end its start
         # Else ctrl+c was pressed again, and the application exits already.
@@ -283,53 +262,36 @@ class ExitHandlers:
 
     def start_deadline(self, status: int) -> None:
         """End the process with `status` if the application has not ended after a few seconds; for a user who leaves."""
-        if self._is_active and self._deadline_canceled is None:
+        if self._is_active and self._deadline is None:
             self._force_exit_after(_MAX_LEAVE_S, status)
 
     def _force_exit_after(self, seconds: float, status: int) -> None:
-        if self._deadline_canceled is not None:
-            self._deadline_canceled.set()
-        self._deadline_canceled = threading.Event()
-        threading.Thread(
-            target=self._wait_for_deadline, args=(self._deadline_canceled, seconds, status), daemon=True
-        ).start()
-
-    def _wait_for_deadline(self, canceled: threading.Event, seconds: float, status: int) -> None:
-        if not any(canceled.wait(seconds / _DEADLINE_PARTS) for _ in range(_DEADLINE_PARTS)):
-            self._force_exit(status)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = threading.Timer(seconds, self._force_exit, (status,))
+        self._deadline.daemon = True
+        self._deadline.start()
 
     def _force_exit(self, status: int) -> None:
         with contextlib.suppress(Exception):
             if sys.__stderr__ is not None:
-                terminal = _redirect_to_null(sys.__stderr__.fileno())
-                os.set_blocking(terminal, False)
-                with contextlib.suppress(OSError):
-                    _write(terminal, _RESTORE_SEQUENCE)
-                os.set_blocking(terminal, True)
+                restore_screen(sys.__stderr__.fileno())
         with contextlib.suppress(Exception):
             if self._terminal_modes is not None and sys.__stdin__ is not None:
-                termios.tcsetattr(_redirect_to_null(sys.__stdin__.fileno()), termios.TCSANOW, self._terminal_modes)
+                termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._terminal_modes)
         os._exit(status)
 
 
-def _redirect_to_null(descriptor: int) -> int:
-    """Duplicate a descriptor and redirect the original to /dev/null. Return the duplicate.
-
-    If the process was stopped until its deadline had passed, another thread may be setting up the terminal again.
-    """
-    copy = os.dup(descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-    return copy
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    """Write to a terminal; try for half a second, because it accepts no output while another thread writes to it."""
+def restore_screen(descriptor: int) -> None:
+    """Tell a terminal to show its normal screen; try for half a second, because another thread may be writing to it."""
+    os.set_blocking(descriptor, False)
     for _ in range(_MAX_WRITES):
-        with contextlib.suppress(BlockingIOError):
-            data = data[os.write(descriptor, data) :]
-        if not data:
+        try:
+            os.write(descriptor, _RESTORE_SEQUENCE)
             break
-        time.sleep(_WRITE_INTERVAL_S)
+        except BlockingIOError:
+            time.sleep(_WRITE_INTERVAL_S)
+    os.set_blocking(descriptor, True)
 
 
 def is_terminal_gone() -> bool:

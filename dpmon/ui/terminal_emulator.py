@@ -25,8 +25,8 @@ from dpmon.text.cells import char_width
 from dpmon.ui.styled_rows import Row, Span, merge_spans, plain_text
 from dpmon.ui.terminal_style import ATTRIBUTES
 
-MAX_LINE_CELLS = 4000
-"""Most cells of a line; the rest is dropped and marked."""
+MAX_LINE_CELLS = 1000
+"""Most cells of a line, more than a screen has; the rest is dropped and marked."""
 MAX_CHANGING_ROWS = 100
 """Rows that can still change."""
 _MAX_MARKS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import NamedTuple
 
 from dpmon.model.device_usage import HISTORY_S
@@ -17,8 +17,8 @@ from dpmon.store.time_buckets import bucket_start
 from dpmon.text.cells import align_right
 from dpmon.text.formatting import format_duration, format_short_elapsed
 from dpmon.ui.screen_data import ScreenData
-from dpmon.ui.styled_rows import Row, merge_spans, row_width
-from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.styled_rows import Row, merge_spans
+from dpmon.ui.terminal_style import Glyphs, TerminalStyle
 
 _MIN_AXIS_S = 16
 """A growing axis is at least this long."""
@@ -113,7 +113,10 @@ def shift_by_parts(screen: ScreenData, parts: int) -> int:
 
 def _history_end(screen: ScreenData) -> tuple[RunSnapshot, int]:
     """Return the snapshot and the time (ns) until which the histories go."""
-    return (screen.state, screen.elapsed_ns) if screen.past is None else (screen.past.state, screen.past.until_ns)
+    frozen_ns = screen.cursor.frozen_ns
+    if screen.history_state is None or frozen_ns is None:
+        return screen.state, screen.elapsed_ns
+    return screen.history_state, frozen_ns
 
 
 def stall_intervals(screen: ScreenData) -> list[tuple[int, int]]:
@@ -242,64 +245,38 @@ def _column_of_part(column_by_mode: Mapping[str, Column], previous_mode: str) ->
 # ------------------------------------------------------------------------------------------------ the row below
 
 
-class _AxisCells:
-    """The cells of the row below a chart while words are put on it."""
+class _AxisLine:
+    """The row below a chart while words are put on it, the most important first."""
 
-    def __init__(self, named_cells: Sequence[tuple[str, str]], line_sign: str, change_sign: str) -> None:
-        self.line_sign, self.change_sign = line_sign, change_sign
-        self.line_cells = [(line_sign if name else " ", style) for name, style in named_cells]
-        """The cells without words."""
-        self.cells = [*self.line_cells]
+    def __init__(self, named_cells: Sequence[tuple[str, str]], width: int, glyphs: Glyphs) -> None:
+        *_, self._line_sign, self._change_sign = glyphs.frame
+        self.cells: Row = [(self._line_sign if name else " ", style) for name, style in named_cells]
+        self.cells += [(" ", "")] * (width - len(self.cells))
 
-    def _sign(self, index: int) -> str:
-        sign, _ = self.cells[index]
-        return sign
+    def put(self, text: str, index: int, style: str) -> bool:
+        """Put a text on the line, if it covers no other text or change of mode, and touches no text."""
+        end, free_signs = index + len(text), (self._line_sign, " ")
+        before, after = self.cells[max(index - 1, 0) : max(index, 0)], self.cells[end : end + 1]
+        is_apart = all(sign in (*free_signs, self._change_sign) for sign, _ in (*before, *after))
+        if index < 0 or end > len(self.cells) or not is_apart:
+            return False
+        if any(sign not in free_signs for sign, _ in self.cells[index:end]):
+            return False
+        self.cells[index:end] = [(sign, style) for sign in text]
+        if after and after[0][0] == self._line_sign:
+            self.cells[end] = (" ", style)
+        return True
 
-    def is_free(self, index: int, count: int) -> bool:
-        """Return whether cells have no word, mark or gap yet."""
-        return index >= 0 and [sign for sign, _ in self.cells[index : index + count]] == [self.line_sign] * count
-
-    def has_space_around(self, index: int, count: int) -> bool:
-        """Return whether a word in these cells would touch no other word."""
-        neighbors = self.cells[max(index - 1, 0) : index] + self.cells[index + count : index + count + 1]
-        return all(sign in (self.line_sign, " ", self.change_sign) for sign, _ in neighbors)
-
-    def replace_with_text(self, text: str, index: int, style: str) -> None:
-        """Put a text over others, and remove the words that it cuts or touches."""
-        end, separators = index + len(text), (self.line_sign, " ", self.change_sign)
-        is_separate = text.startswith(" ") and (index >= len(self.cells) or self._sign(index) in separators)
-        cells_to_left = [] if is_separate or index > len(self.cells) else [*reversed(self.cells[:index])]
-        for step, side_cells in ((-1, cells_to_left), (1, self.cells[end:])):
-            word = list(takewhile(lambda cell: cell[0] not in separators, side_cells))
-            for word_index in range(len(word)):
-                cell = (index - 1 if step < 0 else end) + step * word_index
-                self.cells[cell] = self.line_cells[cell] if cell < len(self.line_cells) else (" ", "")
-        self.put_text(text, index, style)
-
-    def put_text(self, text: str, index: int, style: str) -> None:
-        """Put a text on the line; the line becomes longer if necessary."""
-        self.cells += [(" ", "")] * (index + len(text) - len(self.cells))
-        self.cells[index : index + len(text)] = [(sign, style) for sign in text]
-
-    def put_name(self, start: int, end: int, name: str, style: str) -> None:
-        """Mark the change at `start`, and put the name of the cells from `start` to `end` where there is room."""
-        inner_start, short_name = start + (start > 0), _SHORT_WORDS.get(name, name)
-        name = short_name if len(short_name) <= end - inner_start < len(name) else name
-        left_start = end - len(name) - 1
-        if start and self.is_free(start, 1):
-            self.put_text(self.change_sign, start, style)
-        for index in range(inner_start, end - len(name) + 1):
-            if self.is_free(index, len(name)) and self.has_space_around(index, len(name)):
-                needs_gap = index + len(name) < end and self.is_free(index + len(name), 1)
-                self.put_text(f"{name} " if needs_gap else name, index, style)
-                return
-        if (
-            not style.startswith("mode.")
-            and self.is_free(left_start - 1, start - left_start + 1)
-            and self.is_free(inner_start, end - inner_start)
-            and self.has_space_around(left_start, end - left_start)
-        ):
-            self.put_text(self.change_sign + name, left_start, style)  # the name ends below its columns
+    def put_name(self, name: str, start: int, end: int, style: str) -> None:
+        """Put the name of the columns between two cells where there is room, and mark the change at their start."""
+        for word in (name, _SHORT_WORDS.get(name, name)):
+            places = list(range(start + (start > 0), end - len(word) + 1))
+            if not style.startswith("mode."):
+                places.append(end - len(word))  # a name may begin before its columns
+            if any(self.put(word, place, style) for place in places):
+                break
+        if start and self.cells[start][0] == self._line_sign:
+            self.cells[start] = (self._change_sign, style)
 
 
 def _name_of_column(column: Column, ranks: str | None) -> tuple[str, str]:
@@ -335,46 +312,35 @@ def axis_row(
     for index, column in enumerate(picture.columns):
         start, end = index * width // picture.part_count, (index + 1) * width // picture.part_count
         named_cells += [_name_of_column(column, ranks)] * (end - start)
-    events: list[tuple[int, TimeMark]] = []
-    gaps: list[tuple[int, int, TimeMark]] = []
+    placed_marks: list[tuple[int, TimeMark]] = []
     for mark in marks:
         start = axis.cell_at(mark.begin_ns // SECOND, width)
-        if mark.end_ns is None:
-            events.append((start, mark))
-            continue
-        start, end = max(start, 0), min(max(axis.cell_at(mark.end_ns // SECOND, width), start + 1), len(named_cells))
-        named_cells[start:end] = [("", "")] * (end - start)
-        gaps.append((start, end, mark))
-    *_, horizontal, vertical = style.glyphs.frame
-    line = _AxisCells(named_cells, horizontal, vertical)
-    for start, end, mark in gaps:
-        if end - start >= len(mark.word) + 2:
-            line.put_text(mark.word, start + 1, _MARK_STYLES[mark.kind])
-    for cell, mark in events:
-        if line.is_free(cell, len(mark.word)) and line.has_space_around(cell, len(mark.word)):
-            text = f"{mark.word} " if line.is_free(cell, len(mark.word) + 1) else mark.word
-            line.put_text(text, cell, _MARK_STYLES[mark.kind])
+        if mark.end_ns is not None:
+            start, end = max(start, 0), max(axis.cell_at(mark.end_ns // SECOND, width), start + 1)
+            gap_cells = len(named_cells[start:end])
+            named_cells[start:end] = [("", "")] * gap_cells
+            start = start + 1 if len(mark.word) + 2 <= gap_cells else -1
+        placed_marks.append((start, mark))
+    line = _AxisLine(named_cells, width, style.glyphs)
     if cursor_ns is not None:
         cell = min(max(axis.cell_at(cursor_ns // SECOND, width), 0), width - 1)
         text, pointer = format_short_elapsed(cursor_ns), style.glyphs.cut_top
         if cell + len(text) < width:
-            line.replace_with_text(pointer + text, cell, "found")
+            line.put(pointer + text, cell, "found")
         else:
-            line.replace_with_text(text + pointer, cell - len(text), "found")
+            line.put(text + pointer, cell - len(text), "found")
+    for cell, mark in placed_marks:
+        line.put(mark.word, cell, _MARK_STYLES[mark.kind])
     runs = [(name, cell_style, sum(1 for _ in run)) for (name, cell_style), run in groupby(named_cells)]
-    free_cells = 0
-    if runs:
-        last_name, _, last_length = runs[-1]
-        free_cells = last_length - len(last_name) - 2
+    free_cells = runs[-1][2] - len(runs[-1][0]) - 2 if runs else 0
     _put_end_time(line, axis, picture.part_count, width, word, len(named_cells), free_cells)
     end, previous_name = 0, ""
     for name, cell_style, length in runs:
         start, end = end, end + length
         if name not in ("", previous_name):
-            line.put_name(start, end, name, cell_style)
+            line.put_name(name, start, end, cell_style)
         previous_name = name or previous_name
-    row = merge_spans(line.cells)
-    return [*row, (" " * (width - row_width(row)), "")]
+    return merge_spans(line.cells)
 
 
 def axis_below_chart(
@@ -384,18 +350,17 @@ def axis_below_chart(
     ranks = None if screen.process is None else screen.process.distributed
     word = "end " if screen.is_over else "now "
     marks = choose_marks(screen, axis, width)
-    cursor_ns = None if screen.past is None else screen.now_ns
+    cursor_ns = screen.now_ns if screen.cursor.is_looking_back else None
     row = axis_row(axis, picture, width, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)
     return [(align_right(format_short_elapsed(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
 
 
 def _put_end_time(
-    line: _AxisCells, axis: TimeAxis, part_count: int, width: int, word: str, drawn_cells: int, free_cells: int
+    line: _AxisLine, axis: TimeAxis, part_count: int, width: int, word: str, drawn_cells: int, free_cells: int
 ) -> None:
     """Put the time of the newest column below this column if that is possible, else next to it.
 
-    The column ends at the cell `drawn_cells`; below it, `free_cells` cells are free. Next to the column, the time
-    replaces other words, except the cursor's.
+    The column ends at the cell `drawn_cells`; below it, `free_cells` cells are free.
     """
     part_s = (axis.end_s - axis.start_s) / part_count
     short_time = format_short_elapsed(axis.now_s * SECOND)
@@ -403,14 +368,9 @@ def _put_end_time(
     if part_s >= 2:
         texts.insert(0, f"{format_duration(part_s * SECOND)} per column  {word}{short_time}")
     for text in texts:
-        index = drawn_cells - len(text) - 1
-        is_blank = {sign for sign, _ in line.cells[index:]} <= {line.line_sign, " "}
-        if len(text) < free_cells and index >= 0 and is_blank:
-            line.put_text(f" {text}", index, "dim")
+        if len(text) < free_cells and line.put(f" {text}", drawn_cells - len(text) - 1, "dim"):
             return
     text = f" {word}{short_time}"
     if drawn_cells + len(text) > width:
         text = f" {short_time}"
-    index = min(drawn_cells, width - len(text))
-    if not any(style == "found" for _, style in line.cells[max(index, 0) :]):
-        line.replace_with_text(text, index, "dim")
+    line.put(text, min(drawn_cells, width - len(text)), "dim")

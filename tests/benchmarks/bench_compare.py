@@ -22,7 +22,7 @@ from statistics import fmean, median
 
 from dpmon.model.compared_run import STEP_METRICS
 from dpmon.model.comparison_stats import estimate_change
-from dpmon.model.run_comparison import ComparedMetric, RunComparison, Threshold, judge_threshold
+from dpmon.model.run_comparison import ComparedMetric, RunComparison, judge_metric
 
 NOISE, SLOW_STEPS, STRETCHES, RESAMPLED = 0.05, 0.02, 20, 400
 
@@ -96,7 +96,7 @@ def of_groups(chance: random.Random, times: int) -> None:
             told = estimate_change(runs(chance, count, spread, 1.0), runs(chance, count, spread, 1 + slower))
             row = ComparedMetric(STEP_METRICS[0], ([1.0], [1.0]), told)
             found = RunComparison(([], []), None, False, None, [], {"step": row}, None)
-            outcomes[judge_threshold(found, Threshold("step", 0.05)).outcome] += 1
+            outcomes[judge_metric(found, "step", 0.05).outcome] += 1
             signs += told.sign != 0
         shares = [f"{outcomes[name] / times:.1%}" for name in ("slower", "not slower", "inconclusive")]
         off = f"{signs / times:.1%}" if count > 3 else "never"

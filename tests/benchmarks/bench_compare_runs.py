@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from dpmon.model.compared_run import ComparedRun
-from dpmon.model.run_comparison import Threshold, compare_runs, judge_threshold
+from dpmon.model.run_comparison import compare_runs, judge_metric
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.run.run_registry import list_runs
 
@@ -91,7 +91,7 @@ def compared(chance: random.Random, turns: Sequence[Turn], slower: bool, times: 
         for figure, counted in found.items():
             row = result.compared.get(figure)
             sign = 0 if row is None or row.change is None else row.change.sign
-            counted[judge_threshold(result, Threshold(figure, LIMIT)).outcome] += 1
+            counted[judge_metric(result, figure, LIMIT).outcome] += 1
             counted[{1: "interval above 0", -1: "interval below 0", 0: "interval around 0"}[sign]] += 1
     return found
 

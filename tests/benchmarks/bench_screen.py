@@ -35,7 +35,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -144,13 +144,22 @@ class Generated:
 class Shown:
     """The screen in a pty, which counts the bytes that it writes."""
 
-    def __init__(self, directory: Path, refresh: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        refresh: float,
+        *,
+        size: tuple[int, int] = (HEIGHT, WIDTH),
+        command: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the screen, or another program with further environment variables, in `size` rows and columns."""
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _SHOW, str(directory), str(refresh)],
-            stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True,
+            command or [sys.executable, "-c", _SHOW, str(directory), str(refresh)],
+            stdin=slave, stdout=slave, stderr=slave, env={**env, **(variables or {})}, start_new_session=True,
         )  # fmt: skip
         os.close(slave)
         self.seen = bytearray()

@@ -36,10 +36,9 @@ def test_python_m_dpmon_is_dpmon(dpmon: Dpmon) -> None:
     assert (done.status, done.text) == (3, "['script.py', '--lr', '3']\n")
 
 
-@pytest.mark.parametrize(("word", "hint"), [("attch", " (did you mean attach?)"), ("frobnicate", "")])
-def test_a_mistyped_command_gets_a_suggestion(dpmon: Dpmon, word: str, hint: str) -> None:
-    result = dpmon.run(word)
-    assert (result.status, result.out, result.errors) == (2, b"", f"dpmon: command not found: {word}{hint}\n")
+def test_a_mistyped_command_is_not_found(dpmon: Dpmon) -> None:
+    result = dpmon.run("attch")
+    assert (result.status, result.out, result.errors) == (2, b"", "dpmon: command not found: attch\n")
     assert dpmon.runs() == []
 
 

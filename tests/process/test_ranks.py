@@ -100,7 +100,7 @@ def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
     """Summary, report and toggle treat its ranks as processes that train one model together."""
     result = until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, SHARDED, "--steps", 20)
     assert b"final loss" in result.out
-    assert "fsdp: 20 steps of each of 2 ranks, 40 calls total" in result.errors
+    assert "2 training processes, 20 steps, 40 calls total; fsdp on " in result.errors
     row = next(line.split() for line in result.errors.splitlines() if "rank 1 of 2" in line)
     assert row[5:8] == ["cpu", "20", "20"]
     assert " ".join(row[-5:]) == "[30, 5] -> [30, 2]"

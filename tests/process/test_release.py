@@ -157,7 +157,7 @@ def test_the_installed_dpmon_does_the_main_job(installed: Dpmon) -> None:
     assert result.status == 0, result.errors
     assert "final loss" in result.text
     assert re.search(r"^dpmon: linear\.py .*: finished in ", result.errors, re.MULTILINE)
-    assert "dpmon: dp (virtual): 20 steps, 20 calls" in result.errors
+    assert "dpmon: one training process, 20 steps, 20 calls; dp on virtual replicas" in result.errors
     assert str(ROOT / "dpmon") not in "".join(path.read_text() for path in installed.last().glob("*.json"))
     prefix = Path(installed.python).parents[1]
     for name, source in SHARED.items():

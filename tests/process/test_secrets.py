@@ -36,7 +36,7 @@ SHOWN = [
 READERS = (
     *("report first", "report first --json", "report first --html -o report.html", "export first"),
     *("export first --follow", "export first --format csv -o rows", "export first --format perfetto -o trace.json"),
-    *("ls", "ls --json", "status first --json", "ls --script script.py", "compare first last"),
+    *("ls", "ls --json", "status first --json", "compare first last"),
 )
 
 

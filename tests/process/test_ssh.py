@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.cli import multi_node
 from dpmon.cli.main import main
 from dpmon.mirror import remote_hosts
 from dpmon.run import proc
@@ -49,11 +48,7 @@ def test_machines_are_listed_and_each_bad_one_has_a_sentence(
     for name in ("gpu-1", "gpu-2"):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
         write_run_directory({0: [*Training().begin(), *Training().run(5)]}, name=name)
-    monkeypatch.setattr(
-        multi_node,
-        "run_dpmon_on_hosts",
-        lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=100.0),
-    )
+    monkeypatch.setattr(remote_hosts, "_MAX_SILENCE_S", 100.0)
     banner = tmp_path / "banner"
     banner.write_text("Authorized \x1b[2J use only\n")
     ssh.add("gpu-1", tmp_path / "gpu-1", server=f"Banner {banner}")
@@ -83,11 +78,7 @@ def test_machines_are_listed_and_each_bad_one_has_a_sentence(
         ["gpu-2", shown.out.splitlines()[2].split()[2], "finished"],
     ]
     # By itself, because the others may need some seconds on a busy computer.
-    monkeypatch.setattr(
-        multi_node,
-        "run_dpmon_on_hosts",
-        lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=2.0),
-    )
+    monkeypatch.setattr(remote_hosts, "_MAX_SILENCE_S", 2.0)
     assert main(["ls", "--host", "hangs"]) == 1
     assert capsys.readouterr().err == "dpmon: hangs: it has sent nothing for 2 s\n"
 

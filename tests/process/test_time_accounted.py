@@ -60,7 +60,7 @@ def number(text: str) -> float:
 def in_summary(errors: str, mode: str) -> tuple[float, float]:
     """Return the rate of a mode in a summary, and its rate within steps (the same if it is not shown)."""
     (found,) = re.findall(
-        rf"^dpmon: {mode}[^:,]*: .*?, ([\d.]+k?) samples/s(?: \(([\d.]+k?) within steps\))?", errors, re.M
+        rf"^dpmon:   {mode}(?: \(virtual\))? +[\d,]+ .* m?s +([\d.]+k?)(?: \(([\d.]+k?) within steps\))?$", errors, re.M
     )
     return number(found[0]), number(found[1] or found[0])
 
@@ -77,7 +77,7 @@ def summary_parts(errors: str) -> dict[str, float]:
     """Return the parts of the elapsed time in a summary (s), after a check of their sum."""
     took = r"((?:\d+ min )?[\d.]+ m?s)"
     (elapsed,) = re.findall(rf"^dpmon: .*: (?:finished in|.* after) {took}", errors, re.M)
-    (line,) = re.findall(r"^dpmon: elapsed [^:]*: (.*)", errors, re.M)
+    (line,) = re.findall(r"^dpmon:   elapsed [^:]*: (.*)", errors, re.M)
     found = {name: seconds(text) for name, text in re.findall(rf"([a-z][a-z -]*) {took}(?: \([^)]*\))?(?:, |$)", line)}
     assert sum(found.values()) == pytest.approx(seconds(elapsed), rel=0.01)
     return found

@@ -34,7 +34,7 @@ SEQUENCES = (
     *(b"\x1b[<35;999;999M", b"\x1b[M \xe9\xff", b"\x1b[I", b"\x1b[O", b"\x1b[?2026;2$y", b"\x1b[?2048;2$y"),
     *(b"\x1b[48;9999;9999;0;0t", b"\x1b[24;80R", b"\x1b[?62;4c", b"\x1b]11;rgb:dd/xx/pp\x07", b"\x1bP1$rdpx\x1b\\"),
     *(b"\x1b[99;5u", b"\x1b[100;1:3u", b"\x1b[9999999u", b"\x1b[200~dpx\n\x03\x1b[201~", b"\x1b[200~", b"\x1b[201~"),
-    *(b"/word\r", b"i line\r", b":zoom\r", b"?", b"5", b"\t", b" ", b"t", b"[", b"+", b"w", b"q", b"x", b"\x03"),
+    *(b"/word\r", b"i line\r", b":zoom\r", b"?", b"5", b"\t", b" ", b"t", b"[", b"w", b"q", b"x", b"\x03"),
 )
 NOT_HERE = bytes.maketrans(b"serSER", b"??????")
 """Keys that are left out, because they start processes, which takes too long."""

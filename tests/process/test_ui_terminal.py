@@ -19,12 +19,12 @@ from support.screen_harness import SHOW_RUN, StartTerminal, TerminalRun
 
 _BREAK = """
 import dpmon.ui.monitor as monitor
-real = monitor.paint_panels
+real = monitor.paint_screen
 def paint(*args, **named):
     if Path(sys.argv[1], "break").exists():
         raise RuntimeError("a fault of ours")
     return real(*args, **named)
-monitor.paint_panels = paint
+monitor.paint_screen = paint
 """
 
 

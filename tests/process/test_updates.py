@@ -32,7 +32,7 @@ def test_averages_of_ranks_that_accumulate_are_per_update(dpmon: Dpmon) -> None:
     assert result.status == 0, result.errors
     first, second = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
     assert first == second == {"steps": 80, "updates": 20, "all_reduce": 20}
-    assert "80 steps, 20 updates of each of 2 ranks" in result.errors
+    assert "2 training processes, 80 steps, 20 updates, " in result.errors
     steps = records_of_kind(dpmon.records(), "step")
     assert sum(step.get("updates", 0) for step in steps) == 2 * first["updates"]
 

@@ -19,7 +19,7 @@ from dpmon.run.run_directory import RunInfo
 from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import read_collective_sums
 from dpmon.store.database import HistoryConnection
-from dpmon.store.device_rollups import read_device_minutes, read_host_memory
+from dpmon.store.device_rollups import read_device_minutes
 from dpmon.store.events import iter_events, read_chart_samples
 from dpmon.store.gaps import read_gaps
 from dpmon.store.loops import read_epochs
@@ -152,7 +152,7 @@ def check_all_readable(records: MirrorHistory) -> None:
         lambda: read_node_rows(store.connection),
         lambda: read_tallies(store, left_out=True),
         lambda: list(iter_events(store, "device", "host", "process", "memory")),
-        lambda: read_longest_steps(store, 10, "dp"), lambda: read_host_memory(store, 0, MIRROR_NOW_NS),
+        lambda: read_longest_steps(store, 10, "dp"),
         *(lambda process=process: read_steps(store, 50, process=process) for process in store.ranks),
         *(lambda process=process: read_epochs(store, process, 50) for process in store.ranks),
     ]  # fmt: skip

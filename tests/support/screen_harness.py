@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from textual.geometry import Region
 from textual.pilot import Pilot
 
 from dpmon.record.history_rows import Row
@@ -21,7 +20,7 @@ from dpmon.run.run_directory import ExitInfo, write_info
 from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.store.store_queries import Store
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.playback import Playback, Player
+from dpmon.ui.panel_view import PanelView
 from support.history_builders import Recording, make_live_run, make_run_info
 from support.record_builders import SECOND, Training, host_event
 from support.run_harness import LIMIT_S, Dpmon, Terminal
@@ -134,14 +133,19 @@ class ScreenHarness:
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
 
+    async def click(self, panel: str, x: int = 2, times: int = 1) -> None:
+        """Click on the first row of a panel, `x` cells from its left edge."""
+        slot = self.app.slots[panel]
+        await self.pilot.click(offset=(slot.x + x, slot.y), times=times)
+
     def end(self, status: int = 0, signal: str | None = None, stopped: bool = False) -> None:
         self.reader.ended = ExitInfo(status, signal, 1.7e9, 12 * SECOND, 12.0, "supervisor", stopped=stopped)
         self.reader.is_alive = False
 
 
 def is_laid_out(app: Monitor) -> bool:
-    """Return whether every panel is where the picture has it, so that it can be clicked."""
-    return bool(app.slots) and all(app.query_one(f"#{name}").region == Region(*at) for name, at in app.slots.items())
+    """Return whether the panels fill the screen, so that they can be clicked."""
+    return bool(app.slots) and app.query_one(PanelView).size == app.size
 
 
 @asynccontextmanager
@@ -243,13 +247,14 @@ class ManualClock:
 @asynccontextmanager
 async def open_playback(
     directory: Path, clock: ManualClock, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
-    app = Playback(directory, STYLE, open_player=lambda: Player(directory, clock), refresh=600)
+) -> AsyncIterator[tuple[Monitor, Pilot[str]]]:
+    app = Monitor(directory, STYLE, refresh=600, is_playback=True)
+    app.live_run._clock = clock
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         yield app, pilot
         app.live_run.close()
 
 
-def shows_text(app: Playback, text: str) -> bool:
+def shows_text(app: Monitor, text: str) -> bool:
     return any(text in row for row in app.text())

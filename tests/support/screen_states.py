@@ -15,12 +15,14 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.store.loss_table import LossBin
+from dpmon.ui import screen_painter
 from dpmon.ui.panels.panel_output import OutputView
-from dpmon.ui.screen_data import ModeRequest, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
+from dpmon.ui.screen_data import ModeRequest, ScreenData, View
+from dpmon.ui.screen_painter import panel_slots
 from dpmon.ui.styled_rows import Row as StyledRow
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import ASCII, COLOR, MONO, UNICODE, TerminalStyle
+from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import SUPERVISOR, Recording, snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import (
@@ -43,8 +45,7 @@ def paint_screen(
     screen: ScreenData, output: OutputView, width: int, height: int, style: TerminalStyle
 ) -> list[StyledRow]:
     """Return all rows of the screen."""
-    slots = panel_slots(screen, width, height)
-    return join_panels(slots, paint_panels(screen, output, slots, style))
+    return screen_painter.paint_screen(screen, output, panel_slots(screen, width, height), style)
 
 
 RUN_INFO = RunInfo(
@@ -56,6 +57,11 @@ RUN_INFO = RunInfo(
 def exit_info_of(status: int | None, signal: str | None = None, at_ns: int = 9, **more: Any) -> ExitInfo:
     """Return how a run ended `at_ns` after its start."""
     return ExitInfo(status, signal, 0.0, at_ns, at_ns / 1e9, "supervisor", **more)
+
+
+def played_at(time_ns: int, length_s: int, **changes: Any) -> TimeCursor:
+    """Return the cursor of a playback of a run of `length_s` seconds at a time."""
+    return TimeCursor(time_ns, is_playback=True, present_ns=length_s * SECOND, has_ended=True, **changes)
 
 
 def screen_data_of(training: Training, steps: int = 300, more: Sequence[Row] = (), **changes: Any) -> ScreenData:
@@ -133,7 +139,7 @@ def situations() -> dict[str, ScreenData]:
         "refused": replace(
             dp, mode_request=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)
         ),
-        "frozen": replace(dp, view=View(is_frozen=True)),
+        "frozen": replace(dp, cursor=TimeCursor(dp.now_ns, dp.now_ns)),
         "failed": replace(
             dp, exit_info=exit_info_of(1, None, dp.now_ns), exit_cause="RuntimeError: " + "no " * 100, can_toggle=False
         ),
@@ -236,8 +242,8 @@ def screen_in_stall_playback(count: int) -> ScreenData:
     """Return the facts of a playback at the same time; later, the stall was over."""
     run, end = stalled_run(count, over=True)
     now = end + NOW_S * SECOND
-    playing = PlaybackPosition(now, end + 60 * SECOND, False, 1.0)
-    return ScreenData(run.state(now), now, RUN_INFO, is_command_alive=True, playing=playing)
+    cursor = played_at(now, end // SECOND + 60)
+    return ScreenData(run.state(now), now, RUN_INFO, is_command_alive=True, cursor=cursor)
 
 
 def screen_ended_in_stall(count: int) -> ScreenData:

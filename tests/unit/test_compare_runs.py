@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sqlite3
-from contextlib import closing
 from math import comb, exp, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,26 +16,21 @@ from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
 from dpmon.model.run_comparison import (
     Judgment,
     RunComparison,
-    Threshold,
     compare_runs,
     exit_status_of,
-    judge_threshold,
+    judge_metric,
     outcome_sentence,
     result_sentence,
 )
 from dpmon.record.record_types import Event
 from dpmon.report.comparison_report import build_document, comparison_as_json, read_compared_run
-from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
-from dpmon.ui.dialogs import Dialog
 from support.format_readers import check_json_is_documented
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event, host_event, pause_event
-from support.screen_harness import open_screen
-from support.screen_states import rows_text
 
 # ------------------------------------------------------------------------------------------------ statistics
 
@@ -130,9 +123,9 @@ class Judged(NamedTuple):
         return exit_status_of(self.judgments)
 
 
-def compared(before: list[Path], after: list[Path], *limits: Threshold) -> Judged:
+def compared(before: list[Path], after: list[Path], *limits: tuple[str, float]) -> Judged:
     found = compare_runs([read_compared_run(one) for one in before], [read_compared_run(one) for one in after])
-    return Judged(found, [judge_threshold(found, limit) for limit in limits])
+    return Judged(found, [judge_metric(found, *limit) for limit in limits])
 
 
 def text_of(found: Judged, width: int = 100) -> str:
@@ -210,7 +203,7 @@ def test_differences_come_first(state: Path) -> None:
 
 
 def test_other_batches_are_compared_by_their_samples(state: Path) -> None:
-    found = compared([a_run(1)], [a_run(2, batch=60)], Threshold("step", 0.05))
+    found = compared([a_run(1)], [a_run(2, batch=60)], ("step", 0.05))
     assert found.found.per_sample
     assert found.found.differences[0] == ("samples a step", "30", "60")
     step = found.found.compared["step"]
@@ -224,7 +217,7 @@ def test_other_batches_are_compared_by_their_samples(state: Path) -> None:
 
 def test_runs_of_other_commands_are_judged(state: Path) -> None:
     other = a_run(2, slow=1.39, command=("python", "linear.py", "--workers", "8"), script="other.py")
-    found = compared([a_run(1)], [other], Threshold("step", 0.05))
+    found = compared([a_run(1)], [other], ("step", 0.05))
     assert [label for label, *_ in found.found.differences] == ["script", "arguments"]
     assert found.status == 4
     assert re.match(r"slower \(step, limit \+5.0%\): from 5\S+ ms to 7\S+ ms per step, \+(38|39|40)% ", found.outcome)
@@ -242,7 +235,7 @@ def test_the_figures_and_the_percentage_agree_where_the_median_step_does_not(sta
                 rows += training.run(steps)
         return write_run_directory({0: rows}, seconds=training.now / SECOND)
 
-    found = compared([accumulating(1, 50)], [accumulating(2, 80)], Threshold("step", 0.05))
+    found = compared([accumulating(1, 50)], [accumulating(2, 80)], ("step", 0.05))
     step, middle = (found.found.compared[name] for name in ("step", "median_step"))
     a, b = (step.typical_value(side) or 0.0 for side in (0, 1))
     assert (a, b) == (pytest.approx(0.0200 * SECOND, rel=0.03), pytest.approx(0.0275 * SECOND, rel=0.03))
@@ -299,20 +292,14 @@ def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> N
 
 
 def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
-    """The samples/s of the ranks of one machine of two are no slower speed than those of all."""
     rows, end = ddp_rank_rows(4, slow=3, phase="data", steps=200)
     names = ("first.of.the.cluster", "gpu-2")
     some = write_run_directory({number: rows[number] for number in (0, 1)}, seconds=end / SECOND, nodes=names[:1])
     whole = write_run_directory(rows, seconds=end / SECOND, nodes=names)
-    found = compared([some], [whole], Threshold("step", 0.05))
+    found = compared([some], [whole], ("step", 0.05))
     assert [*found.found.differences] == [("machine", names[0], ", ".join(names)), ("ranks", "2 of 4", "4")]
     assert "not slower (step, limit +5.0%): " in found.outcome, "a step of the same ranks"
-    row = found.found.compared["samples_per_s"]
-    assert (row.change, row.missing) == (None, "a sum over the ranks seen, which differ")
-    text = text_of(found)
-    assert ": no straggler (2 of 4 ranks were seen)\n" in text
     assert "\n      B: first.of.the.cluster, gpu-2\n" in text_of(found, 40)
-    assert compared([some], [some]).found.compared["samples_per_s"].change is not None
     assert compared(
         [whole], [write_run_directory(rows, seconds=end / SECOND, nodes=tuple("abcdef"))]
     ).found.differences == [("machine", ", ".join(names), "a, b, c, d and 2 more")]
@@ -346,7 +333,7 @@ def test_runs_without_steps_or_with_few(state: Path) -> None:
     empty, short, run = write_run_directory({}), a_run(1, steps=12), a_run(2)
     assert "has no step to compare" in compared([empty], [run]).outcome
     assert "has only 7 steps to compare, fewer than 20" in compared([short], [run]).outcome
-    assert compared([short], [run], Threshold("step", 0.05)).status == 3
+    assert compared([short], [run], ("step", 0.05)).status == 3
     text_lines(build_document(*compared([empty], [run])))
 
 
@@ -370,7 +357,7 @@ def test_three_runs_a_side_pass_fail_or_neither(
     state: Path, slow: float, limit: float, status: int, words: str
 ) -> None:
     before, after = sides(state, slow)
-    found = compared(before, after, Threshold("step", limit))
+    found = compared(before, after, ("step", limit))
     assert found.status == status
     assert found.outcome.startswith(words)
     said: Any = comparison_as_json(*found)
@@ -384,7 +371,7 @@ def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Pat
     sure = r"\+\d+(\.\d)?% \[\+\S+% to \+\S+% \(90%\)\]; most of the change"
     plain = compared(before, after)
     assert re.match(rf"B is slower: from 5\d\.\d ms to 5\d\.\d ms per step, {sure}", plain.outcome)
-    gated = " ".join(text_of(compared(before, after, Threshold("step", 0.05))).split())
+    gated = " ".join(text_of(compared(before, after, ("step", 0.05))).split())
     assert re.search(rf": slower \(step, limit \+5.0%\): from 5\S+ ms to 5\S+ ms per step, {sure}", gated)
     assert "Time: " not in gated
     assert "inconclusive" not in gated
@@ -394,15 +381,10 @@ def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Pat
     assert re.search(r" step +\S+ ms +\S+ ms +~ +-\S+% to \+\S+% \(90%\)\n", same)
 
 
-def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
+def test_a_gate_on_phases(state: Path) -> None:
     a = [a_run(seed) for seed in range(3)]
-    grown = [a_run(9 + n, events=[host_event(16.0, run_mem_bytes=2**30)]) for n in range(3)]
-    memory = compared(a, grown, Threshold("memory", 0.05))
-    assert memory.status == 4
-    assert memory.outcome.startswith("larger (host memory of the run, limit +5.0%): from ")
-    assert " GiB, +32% [" in memory.outcome
     waits = [a_run(9 + n, data=6) for n in range(3)]
-    found = compared(a, waits, Threshold("data", 0.05), Threshold("step", 0.05), Threshold("sync", 0.05))
+    found = compared(a, waits, ("data", 0.05), ("step", 0.05), ("sync", 0.05))
     assert [one.outcome for one in found.judgments] == ["slower", "not slower", "inconclusive"]
     assert "it is unknown in these runs" in found.judgments[2].text
     assert found.status == 4
@@ -424,14 +406,13 @@ def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state
     a = [a_disturbed_run(seed, load) for seed, load in enumerate(loads[0], 1)]
     b = [a_disturbed_run(seed, load) for seed, load in enumerate(loads[1], 7)]
     c = [a_disturbed_run(seed, load, 1.1) for seed, load in enumerate(loads[1], 20)]
-    limits = Threshold("step", 0.05), Threshold("fast_step", 0.05)
+    limits = ("step", 0.05), ("fast_step", 0.05)
     equal, slower = compared(a, b, *limits), compared(a, c, *limits)
     assert [one.outcome for one in equal.judgments] == ["inconclusive", "not slower"]
     assert "; not slower (fast step, limit +5.0%): from " in equal.judgments[0].text
     assert [one.outcome for one in slower.judgments] == ["inconclusive", "slower"]
     assert slower.judgments[1].text.startswith("slower (fast step, limit +5.0%): from ")
     assert f"; {slower.judgments[1].text}; --phase fast_step makes this the gate" in slower.judgments[0].text
-    assert "; the fast step alone is slower: from " in result_sentence(slower.found)
     change = slower.found.compared["fast_step"].change
     assert change is not None
     assert change.ratio == pytest.approx(1.1, abs=0.03)
@@ -443,27 +424,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
     assert "cpu_step" not in read_compared_run(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
     assert "cpu_step" not in read_compared_run(a_run(1, steps=30)).values, "no whole second"
     before, after = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
-    assert compared(before, after, Threshold("cpu_step", 0.05)).outcome.startswith("slower (CPU time, limit")
-
-
-# ------------------------------------------------------------------------------------------------ screen
-
-
-async def test_runs_are_chosen_and_compared_on_the_screen(state: Path, tmp_path: Path) -> None:
-    a_run(1, name="before", started_unix=1.7e9)
-    a_run(2, data=25, name="after", started_unix=1.7e9 + 60)
-    async with open_screen(tmp_path) as on:
-
-        def shows(text: str) -> bool:
-            return isinstance(on.app.screen, Dialog) and text in "\n".join(rows_text(on.app.screen.rows))
-
-        await on.press("C")
-        await on.until(lambda: shows("before-"), "the list")
-        await on.press("b", "enter")
-        await on.until(lambda: shows("each side needs a run"), "a message: the run of this screen is not in the list")
-        await on.press("down", "a", "enter")
-        await on.until(lambda: shows("B is slower"), "the comparison")
-        assert shows("(A: before-")
+    assert compared(before, after, ("cpu_step", 0.05)).outcome.startswith("slower (CPU time, limit")
 
 
 # ------------------------------------------------------------------------------------------------ command
@@ -485,10 +446,9 @@ def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_p
         a_run(seed, name="twice")
     assert main(["compare", "twice", before[0]]) == 2
     assert "'twice' could be any of 2 runs" in capsys.readouterr().err, "a gate does not guess"
-    assert main(["compare", before[0], after[0], "--html", "-o", str(tmp_path / "both.html")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'both.html'}\n"
-    html = (tmp_path / "both.html").read_text()
-    assert html.count('<path class=line stroke="') == 2
+    assert main(["compare", before[0], after[0], "-o", str(tmp_path / "both.txt")]) == 0
+    assert capsys.readouterr().out == ""
+    assert "B is slower" in (tmp_path / "both.txt").read_text()
     for words, why in (
         ([*before], "compare needs two runs, or several on each side of --"),
         ([before[0], before[0]], "is given twice"),
@@ -503,7 +463,7 @@ def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_every_field_is_described(state: Path) -> None:
     before, after = sides(state, 1.3)
-    limits = (Threshold("step", 0.05),)
+    limits = (("step", 0.05),)
     other = compared([a_run(1)], [a_run(2, command=("python", "linear.py", "-x"))], *limits)
     found = [
         comparison_as_json(*each)
@@ -512,37 +472,8 @@ def test_every_field_is_described(state: Path) -> None:
     check_json_is_documented("dpmon compare --json", *json.loads(json.dumps(found)))
 
 
-# ------------------------------------------------------------------------------------------------ over all runs
-
-
-def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(4):
-        a_run(number, slow=1 + number / 10, started_unix=1.7e9 + 100 * number, script="jobs/linear.py")
-    write_run_directory({}, script="jobs/linear.py", started_unix=1.7e9)
-    older = a_run(7, started_unix=1.6e9, script="jobs/linear.py") / "history.sqlite"
-    with closing(sqlite3.connect(older)) as db, db:
-        db.execute("UPDATE meta SET value = value - 1 WHERE key = 'schema'")
-    a_run(8, started_unix=1.6e9, script="jobs/linear.py", command=("python", "linear.py", "-x"))
-    a_run(9, script="other.py")
-    assert main(["ls", "--script", "linear.py"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("linear.py (4 runs): 2023-11-1")
-    left = " ".join(re.findall(r"excluded: (.*?)\n\n", out, re.S)[0].split())
-    assert sorted(left.split(", ")) == ["1 unreadable", "1 with fewer than 20 steps", "1 with other arguments"]
-    (row,) = re.findall(r"^  step  .*$", out, re.M)
-    assert re.fullmatch(r"  step +5\d\.\d ms  5\d\.\d ms  6\d\.\d ms +\+(29|30|31)% +▁▃▆█", row)
-    assert re.search(r"^  start-up .* 0\.0% +▅▅▅▅$", out, re.M), "equal values do not look like a drift"
-    assert main(["ls", "--script", "jobs/linear.py", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    check_json_is_documented("dpmon ls --script --json", found)
-    assert [len(one["values"]) for one in found["figures"].values()] == [4] * len(found["figures"])
-    assert main(["ls", "--script", "none.py"]) == 2
-    assert "there is no run of none.py" in capsys.readouterr().err
-
-
 def test_hostile_names_do_no_harm(state: Path) -> None:
     script = "<b>\x1b[31mx"
     found = compared([a_run(1, script=script)], [a_run(2, script="y")])
     assert "\x1b" not in "\n".join(text_lines(build_document(*found)))
-    assert "<b>" not in render_page(build_document(*found))
     assert result_sentence(found.found)

@@ -46,7 +46,7 @@ def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
     environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
     assert load_settings(environ) == Settings("light", 0.5, 20, 3 << 29)
     environ |= {
-        "DPMON_THEME": "colour-blind",
+        "DPMON_THEME": "color-blind",
         "DPMON_REFRESH": "2",
         "DPMON_KEEP_RUNS": "0",
         "DPMON_KEEP_BYTES": "500MB",
@@ -77,7 +77,6 @@ def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
         ("alive_minutes = 0.5", "alive_minutes is a number of minutes from 1, not '0.5'"),
         ("them = 1", "unknown setting 'them'; valid settings: theme, refresh, keep_runs, keep_bytes"),
         ("theme = ", "is not TOML"),
-        ("x" * 70_000, "too long"),
     ],
 )
 def test_a_setting_that_means_nothing_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:

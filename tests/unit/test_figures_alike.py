@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,20 +16,19 @@ import pytest
 from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
+from dpmon.model.layouts import ReplicaStats
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import EVALUATION, PHASES, REST, STEP
 from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
-from dpmon.report.sections import most_frequent
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.step_stats import StatsWindow, StepStats, rate_to_json
 from dpmon.store.store_opening import open_store
-from dpmon.text.formatting import format_compact, format_duration, format_percent, format_rate, format_samples_per_s
+from dpmon.text.formatting import format_compact, format_duration, format_percent, format_samples_per_s
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels import panel_batch, panel_compare
 from dpmon.ui.panels.panel_status import render_panel
-from dpmon.ui.playback import Player, _PlaybackRun
 from dpmon.ui.screen_data import View
 from dpmon.ui.styled_rows import Row, plain_text
 from support.format_readers import report_json_of
@@ -112,23 +112,17 @@ _MODE = r"(dp|single)(?: \(virtual\))?(, evaluation)?"
 
 
 def in_summary(directory: Path) -> Shown:
-    found: Shown = {}
-    mode = ("", False)
-    for line in summary_lines(directory, load_exit(directory)):
-        if head := re.fullmatch(rf"{_MODE}: .*? steps, .*? calls, (.*)", line):
-            mode = head[1], bool(head[2])
-            found |= {(*mode, STEP, "rate"): head[3]}
-        elif row := re.fullmatch(rf" +(\w+) +median +{_TIME} +p95 +{_TIME}", line):
-            found |= {
-                (*mode, row[1], name): text for name, text in zip(("median", "p95"), row.groups()[1:], strict=True)
-            }
-    return found
+    return in_tables(summary_lines(directory, load_exit(directory)))
 
 
 def in_report(directory: Path) -> Shown:
+    return in_tables(report_text(directory, 120))
+
+
+def in_tables(lines: Iterable[str]) -> Shown:
     found: Shown = {}
     mode = ("", False)
-    for line in report_text(directory, 120):
+    for line in lines:
         if row := re.fullmatch(rf"  {_MODE} +\d+ +{_TIME} +{_TIME} +(\d.*)", line):
             names = ("median", "p95", "rate")
             found |= {
@@ -225,7 +219,9 @@ def _ms(ns: float) -> float:
 _TEXT = {"median": format_duration, "p95": format_duration}
 _JSON = {"median": _ms, "p95": _ms}
 PLACES = {
-    "summary": Place(in_summary, MODES, {**_TEXT, "rate": format_rate}, _TEXT),
+    "summary": Place(
+        in_summary, MODES, {**_TEXT, "rate": format_samples_per_s}, {**_TEXT, "share": format_percent}
+    ),
     "report": Place(in_report, MODES, {**_TEXT, "rate": format_samples_per_s}, {**_TEXT, "share": format_percent}),
     "report as JSON": Place(
         in_report_as_json, MODES, {**_JSON, **dict.fromkeys(rate_to_json(None), _same)}, {**_JSON, "share": _same}
@@ -236,7 +232,7 @@ PLACES = {
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
     "playback": Place(
-        lambda directory: on_screen(directory, _PlaybackRun(directory, lambda: Player(directory)))[0],
+        lambda directory: on_screen(directory, LiveRun(directory, lambda: RunReader(directory), is_playback=True))[0],
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
 }  # fmt: skip
@@ -271,10 +267,12 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     assert took[1].median_ns > 10 * median
 
     lines = summary_lines(directory, load_exit(directory))
-    at = next(number for number, line in enumerate(lines) if "step of rank 0" in line)
-    assert lines[at - 1].endswith(format_rate(rate))
-    assert lines[at].split()[4:7] == ["median", *format_duration(each[0].median_ns).split()]
-    assert lines[at + 1].split()[:4] == ["data", "median", *format_duration(median).split()]
+    (shown,) = (line for line in lines if line.startswith("  ddp"))
+    assert shown.split()[2:6] == ["rank", "0", *format_duration(each[0].median_ns).split()]
+    assert shown.endswith(format_samples_per_s(rate))
+    at = lines.index("PHASES of a step, ddp, rank 0")
+    assert lines[at + 2].split()[0] == "data"
+    assert format_duration(median) in lines[at + 2]
     text = report_text(directory, 120)
     at = text.index("PHASES of a step, ddp, rank 0")
     assert format_duration(median) in text[at + 2]
@@ -311,7 +309,7 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     assert together is not None
     said = last_line(run)
     assert {name: said[name] for name in rate_to_json(None)} == rate_to_json(together)
-    for feed in (LiveRun(run, lambda: RunReader(run)), _PlaybackRun(run, lambda: Player(run))):
+    for feed in (LiveRun(run, lambda: RunReader(run)), LiveRun(run, lambda: RunReader(run), is_playback=True)):
         text = on_screen(run, feed)[1]
         rate, *within = format_samples_per_s(together).split(" (")
         parts = [
@@ -347,9 +345,13 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
 
 
 def test_the_most_frequent_size_comes_with_the_number_of_others() -> None:
-    assert most_frequent([(4, "b"), (120, "a"), (2, "c")]) == "a (+2 other sizes)"
-    assert most_frequent([(120, "a"), (4, "b")]) == "a (+1 other size)"
-    assert most_frequent([(1, "c")]) == "c"
+    for calls, expected in (
+        ({"b": 4, "a": 120, "c": 2}, "a -> a (+2 other sizes)"),
+        ({"a": 120, "b": 4}, "a -> a (+1 other size)"),
+        ({"c": 1}, "c -> c"),
+    ):
+        sizes: Counter[tuple[str | None, str | None]] = Counter({(name, name): count for name, count in calls.items()})
+        assert ReplicaStats("dp", "Model", 0, "cpu:0", sizes=sizes).flow == expected
 
 
 def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) -> None:
@@ -408,7 +410,7 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         "single": 5000 + 4500 - 10,
         "dp": 500 + 3000 - 10,
     }
-    for feed in (LiveRun(long, lambda: RunReader(long)), _PlaybackRun(long, lambda: Player(long))):
+    for feed in (LiveRun(long, lambda: RunReader(long)), LiveRun(long, lambda: RunReader(long), is_playback=True)):
         feed.start()
         feed.refresh()
         assert feed.exit_info is not None

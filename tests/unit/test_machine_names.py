@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from dpmon import __version__
 from dpmon.cli import multi_node as module
 from dpmon.cli.commands import ListedRun
 from dpmon.cli.main import main
@@ -196,9 +195,7 @@ def test_each_bad_machine_has_a_sentence_and_the_others_are_listed(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("good")
-    monkeypatch.setattr(
-        module, "run_dpmon_on_hosts", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=5.0)
-    )
+    monkeypatch.setattr(remote_hosts, "_MAX_SILENCE_S", 5.0)
     # The good machine may not have 5 s on a busy computer to import what it needs, so its list is ready.
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     assert main(["ls", "--json"]) == 0
@@ -290,89 +287,37 @@ def test_the_newest_live_job_or_the_named_one_is_chosen(
 def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     runs = [there("a", 1, None), there("b", 2, None)]
     assert len(group_by_job(runs)) == 2
-    assert choose_job_runs(runs, None) == {}
+    for slurm_job in (None, "7"):
+        with pytest.raises(RunError, match="attach again when one trains, or give its name, such as train-0002"):
+            choose_job_runs(runs, None, slurm_job)
     with pytest.raises(RunError, match="no host that replied has a run other: `dpmon ls` with the same"):
         choose_job_runs(runs, "other")
-    assert choose_job_runs(runs, None, "7") == {}
     with pytest.raises(RunError, match="no host that replied has a run of job 7"):
         choose_job_runs([there("a", 1)], None, "7")
 
 
-def test_a_job_that_starts_is_waited_for_but_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    starts, trains = [there("a", 1, None), there("b", 2, None)], [there("a", 1), there("b", 2)]
-    monkeypatch.setattr(module, "_RETRY_S", 0.0)
-    trains[0] = there("a", 1, name="../../etc/x")  # a machine may say anything
-    answers = iter([starts, starts, trains])
-    monkeypatch.setattr(module, "list_remote_runs", lambda asked: (next(answers), {}))
+def test_the_mirror_is_named_by_an_id_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [there("a", 1, name="../../etc/x"), there("b", 2)]  # a machine may say anything
+    monkeypatch.setattr(module, "list_remote_runs", lambda asked: (runs, {}))
     made = []
     monkeypatch.setattr(module, "find_or_create_mirror", lambda *about: made.append(about))
     options = Namespace(run=None, slurm=None, metrics=None)
-    module._find_or_create_mirror(options, [one.host for one in starts], None)
+    module._find_or_create_mirror(options, [one.host for one in runs], None)
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
     assert made[0][0] == "train"
-    assert capsys.readouterr().err.count("waiting until one trains") == 2
-    monkeypatch.setattr(module, "_MAX_JOB_WAIT_S", 0.0)
-    answers = iter([starts, starts])
-    with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
-        module._find_or_create_mirror(options, [one.host for one in starts], None)
 
 
-# ------------------------------------------------------------------------------------------------ doctor
-
-
-def test_doctor_says_of_each_machine_what_is_missing(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checks = [
-        {"name": "torch", "state": "problem", "found": "no \x1b[1mtorch", "remedy": "install it"},
-        {"name": "terminal", "state": "ok", "found": "80x24", "remedy": None},
-    ]
-    (tmp_path / "doctor").write_text(json.dumps({"state": "problem", "checks": checks}, indent=1))
-    other = 'case $1$2 in dpmon--version) echo dpmon 0.0.9;; *ls) :;; *doctor) cat "${0%/*}/doctor";; esac'
-    odd = 'noisy) case $2 in --version) echo "dpmon $version";; *) echo "Good morning"; exit 3;; esac;; *) '
-    odd = odd.replace("$version", __version__)
-    via = way(tmp_path, BAD.replace('*) exec "$@"', f"closed) echo no entry; exit 1;; silly) echo hi;; {odd}{other}"))
-    assert main(["doctor", "--json", "--hosts", "a,missing,key,closed,silly,noisy", "--via", via]) == 1
-    found = {one["machine"]: one["checks"] for one in json.loads(capsys.readouterr().out)}
-    assert [(check["name"], check["state"]) for check in found["a"]] == [
-        ("dpmon", "warning"),
-        ("run", "warning"),
-        ("torch", "problem"),
-    ]
-    assert found["a"][0]["found"].startswith("0.0.9 there, ")
-    assert found["a"][2]["found"] == "no �[1mtorch"
-    assert found["missing"][0]["found"] == SAID["missing"]
-    assert found["key"][0]["found"] == SAID["key"]
-    assert found["key"][0]["remedy"] == f"when this works, so does dpmon: sh {tmp_path}/way.sh key dpmon --version"
-    assert [check["found"] for check in found["closed"]] == ["the command ended with status 1: no entry"]
-    assert [check["found"] for check in found["silly"]] == ["it does not print the version of dpmon, but: hi"]
-    assert [check["found"] for check in found["noisy"]] == [
-        f"{__version__}, the same as here",
-        "the command ended with status 3: Good morning",
-        "its doctor does not reply: the command ended with status 3: Good morning",
-    ]
-    assert main(["doctor", "--hosts", "a,key", "--via", via]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith("dpmon: 2 hosts: dpmon doctor runs there"), "it takes long"
-    text = said.out.splitlines()
-    assert text[0] == "a"
-    assert text[-1] == "2 warnings and 2 problems; all other possible checks passed"
-    assert max(map(len, text)) <= 80
-    assert main(["doctor", "--hosts", "key", "--via", via]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "1 problem; no other check was possible"
+# ------------------------------------------------------------------------------------------------ command line
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["ls", "--via", "x {}"], "--via needs hosts"),
-        (["ls", "--host", "a", "--script", "x.py"], "--script shows the runs of this machine only"),
         (["ls", "--host", "-x"], "--host: expected one argument"),
         (["ls", "--host=-x"], "'-x' is not a valid node name"),
         (["ls", "--hosts", "a[1-"], "is not a list of nodes"),
-        (["report", "--host", "a"], "--host works with attach, ls and doctor only"),
+        (["report", "--host", "a"], "--host works with attach and ls only"),
     ],
 )
 def test_a_wrong_command_line_has_a_sentence(

@@ -67,6 +67,20 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
     )
 
 
+def test_the_rows_of_an_earlier_time_are_found_near_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, end = record_ddp_ranks(32, steps=40)
+    searched: list[int] = []
+    search = Store._find_last_id
+
+    def noted(store: Store, process: int, low_id: int, high_id: int) -> int:
+        searched.append(process)
+        return search(store, process, low_id, high_id)
+
+    monkeypatch.setattr(Store, "_find_last_id", noted)
+    assert len(read_newest_steps(run.store().as_of((end + 2 * SECOND) // 2), range(32))) == 32
+    assert searched == [0]
+
+
 def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:
     ranks = WRAPPERS_READ + 20
     run = Recording()

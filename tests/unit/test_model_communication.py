@@ -13,7 +13,6 @@ from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.findings.rank_findings import find_rank_problems
-from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import newest_wrappers
@@ -26,6 +25,7 @@ from dpmon.model.stragglers import (
     straggler_sentence,
 )
 from dpmon.record.schema import EVALUATION, WARM_UP_STEPS
+from dpmon.report.report_json import communication_fields
 from dpmon.store.collectives import CollectiveSums
 from dpmon.store.gaps import Gap
 from dpmon.store.steps import read_steps

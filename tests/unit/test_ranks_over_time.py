@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.model.rank_waits import RankWaitCache, RankWaits
+from dpmon.model.rank_waits import RankWaits, read_rank_waits
+from dpmon.record.record_types import Step
+from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.ui.panels.panel_ranks import render_full_screen
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.terminal_style import TerminalStyle
@@ -23,9 +25,11 @@ def changing(count: int = 4, steps: int = 600) -> tuple[Recording, int]:
     return run, end
 
 
-def waits(run: Recording, count: int, end: int, reader: RankWaitCache | None = None, begin_s: int = 0) -> RankWaits:
-    ranks = {rank: rank for rank in range(count)}
-    return (reader or RankWaitCache()).read(run.store(), ranks, begin_s, end // SECOND + 1)
+def waits(run: Recording, count: int, end: int, answers: BucketAnswers | None = None, begin_s: int = 0) -> RankWaits:
+    store = run.store()
+    if answers is not None:
+        store.remember(answers)
+    return read_rank_waits(store, {rank: rank for rank in range(count)}, begin_s, end // SECOND + 1)
 
 
 def test_the_slowest_rank_changes_half_way() -> None:
@@ -67,3 +71,17 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Termina
         rows_text(render_full_screen(ScreenData(run.state(), end, RUN_INFO, is_command_alive=True), width, 40, look))
         != text
     )
+
+
+def test_the_waits_of_a_rank_that_is_late_by_many_seconds_are_read_again() -> None:
+    rows, end = ddp_rank_rows(4, slow=1, steps=1600)
+    late = [row for row in rows[2] if isinstance(row, Step) and row.start_ns > end - 14 * SECOND]
+    run, answers = Recording(), BucketAnswers()
+    for rank, own in rows.items():
+        run.add([row for row in own if rank != 2 or row not in late], rank, rank)
+    missing = waits(run, 4, end, answers)
+    assert max(missing.shares[1]) < end // SECOND - 10
+    run.add(late, 2, 2)
+    found = waits(run, 4, end, answers)
+    assert found == waits(run, 4, end)
+    assert max(found.shares[1]) == end // SECOND

@@ -14,23 +14,24 @@ from xml.etree import ElementTree
 import pytest
 
 from dpmon.cli.summary import summary_lines
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow, Row
-from dpmon.record.record_types import Event
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import DDP
 from dpmon.report import collect_report_data, report_text
-from dpmon.report.document import Plot, PlotSeries, Table
+from dpmon.report.document import MAX_ROWS, Plot, PlotSeries, Table
 from dpmon.report.health import read_health
 from dpmon.report.html_page import WIDTH, render_page, render_plot
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
-from dpmon.report.sections import MAX_ROWS, build_document
+from dpmon.report.sections import build_document
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
 from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of
-from support.history_builders import snapshot_of_directory, write_run_directory
+from support.history_builders import Recording, snapshot_of_directory, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
     SECOND,
@@ -79,7 +80,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert "Model 1" in replicas[2]
     assert "[15, 5] -> [15, 2]" in replicas[2]
     assert "no GPU: NVML library not found" in lines_of_section(lines, "DEVICES")[0]
-    assert lines_of_section(lines, "MODE SWITCHES")[0].endswith("to single")
+    assert lines_of_section(lines, "MODE SWITCHES")[1].endswith("to single")
     assert "4.00 KiB" in lines_of_section(lines, "MEMORY")[1]
     said = report_json_of(collect_report_data(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
@@ -98,10 +99,10 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
 
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
     lines = report_text(write_run_directory({}, status=None, command_pid=None, started_unix=time.time()), 80)
-    assert lines[0].endswith("not started yet")
+    assert lines[0].endswith("starting: no PyTorch seen yet")
     assert "nothing was traced: the command has not started yet" in "\n".join(lines)
     lines = report_text(write_run_directory({0: Training().run(3)}, status=None), 80)
-    assert lines[0].endswith("how it ended is unknown")
+    assert lines[0].endswith("lost: its end was not recorded")
     assert lines_of_section(lines, "FINDINGS") == [
         "  too few steps for findings: 0 counted, 30 needed, 3 left out as warm-up"
     ]
@@ -230,7 +231,7 @@ def test_a_stall_after_the_last_step_has_its_own_time(
     assert elapsed["stalled_s"] == pytest.approx(stalled_s)
     assert elapsed["ending_s"] == pytest.approx(50 - stalled_s, abs=1e-6)
     assert sum(time_s for name, time_s in elapsed.items() if name != "gaps") == pytest.approx(end_s + 50)
-    (line, *_) = [line for line in summary_lines(directory, story.exit_info) if line.startswith("elapsed")]
+    (line, *_) = [line for line in summary_lines(directory, story.exit_info) if line.startswith("  elapsed")]
     assert f"stalled {stalled_s:.1f} s" in line
     assert [found.kind for found in story.findings if found.kind in ("quiet", "stall")] == ["quiet"]
 
@@ -345,7 +346,7 @@ def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
         section.title.upper() + section.subtitle for section in made.sections
     ]
     tables = [part for section in made.sections for part in section.parts if isinstance(part, Table)]
-    assert len(tables) == 5
+    assert len(tables) == 6
     for cell in (cell for table in tables for row in table.rows for cell in row if cell):
         assert html.escape(cell.strip()) in drawn
         assert cell in "\n".join(lines)
@@ -424,6 +425,26 @@ def test_calls_of_ranks_have_a_row_for_each_kind_with_the_mode_of_its_calls(
     assert not any("in single" in line for line in text)
 
 
+def test_a_root_that_runs_as_single_inside_dp_steps_has_the_times_of_all_its_calls() -> None:
+    model, loss = Training(), Training(root="Loss", via=None, mode="single")
+    loss.defined = model.defined
+    rows = model.begin()
+    for number in range(1, 301):
+        *definitions, step = model.step()
+        loss.now = model.now
+        *more, call_alone = loss.step()
+        assert isinstance(step, Step)
+        assert isinstance(call_alone, Step)
+        (first,), (second,) = step.calls, call_alone.calls
+        calls = [first._replace(call=2 * number - 1), second._replace(call=2 * number)]
+        rows += [*definitions, *more, step._replace(calls=calls)]
+    run = RunAnalysis(Recording().add(rows).store())
+    single, *replicas = sorted(run.replicas, key=lambda replica: replica.root)
+    assert (single.root, single.mode, single.calls) == ("Loss", "single", 300)
+    assert {replica.time.count for replica in replicas} == {single.time.count}
+    assert single.time.count >= 299, "all but the first step"
+
+
 def test_deleted_rows_change_no_figure(state: Path) -> None:
     training = Training(mode="single", step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
@@ -438,8 +459,10 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
     assert sum(one["steps"] for one in said["time"]["stretches"]) == 6000
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "older records were deleted to bound the history: statistics cover all steps" in text
-    (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
-    assert line.startswith("single: 1,500 steps, 1,500 calls, ")
+    summary = [line.split() for line in summary_lines(directory, load_exit(directory))]
+    assert ["single", "1,500"] in [words[:2] for words in summary]
+    assert "6,000 steps, 6,000 calls" in text
+    assert "1,500 in single" in text
 
 
 # ------------------------------------------------------------------------------------------------ where the time went

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.cli.doctor import local_checks
+from dpmon.cli.doctor import _check_state_directory
 from dpmon.run import run_registry
 from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_registry import (
@@ -225,7 +225,7 @@ def test_a_link_in_place_of_our_directories_is_not_followed(tmp_path: Path, way:
     directory, info = create_run(make_run_info())
     assert directory.is_relative_to(tmp_path / "tmp")
     assert info.options["elsewhere"].startswith(f"{way[name]} is a symbolic link")
-    (found,) = [check for check in local_checks.check_state_directory() if check.name == "state"]
+    found = _check_state_directory()
     assert (found.state, f"{way[name]} is a symbolic link" in found.found) == ("warning", True)
     assert (os.listdir(target), mode(target)) == ([], 0o755), "looking makes nothing"
     assert list_runs() == [(directory, info)]

@@ -13,8 +13,8 @@ from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.schema import WARM_UP_STEPS
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
-from dpmon.ui.list_dialogs import StepList
 from dpmon.ui.panels.longest_steps import step_rows
+from dpmon.ui.step_list import StepList
 from dpmon.ui.styled_rows import row_width
 from support.history_builders import Recording, open_store_with
 from support.rank_builders import MS, ddp_rank_steps, make_ranks, record_ddp_ranks, startup_rows

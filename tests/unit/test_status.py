@@ -30,6 +30,7 @@ from dpmon.store.store_opening import open_store
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event
+from support.screen_states import exit_info_of
 
 STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
 STALL_ENDED = Event("stall", {"t_s": 55.0, "since_s": 40.0, "lasted_s": 15.0, "text": "rank 1 in save (t.py:3)"})
@@ -80,8 +81,9 @@ def test_each_state_has_an_exit_status(now: Health, expected: int) -> None:
         (Health("starting", None, "importing torch"), "starting: importing torch"),
         (Health("stalled", 40.0, "rank 1 in save"), "stalled for 20.0 s: rank 1 in save"),
         (Health("waiting for data", 59.5), "waiting for data"),
-        (Health("ended", 60.0, None, None, "finished"), "finished after 1 min 00 s"),
-        (Health("ended", 5.0, "SIGKILL", None, "killed"), "killed after 5.00 s: SIGKILL"),
+        (Health("ended", 60.0, None, None, "finished", exit_info_of(0, at_ns=60 * SECOND)), "finished in 1 min 00 s"),
+        (Health("ended", 5.0, "SIGKILL", None, "killed", exit_info_of(137, "SIGKILL", 5 * SECOND)),
+         "killed by SIGKILL after 5.00 s"),
         (Health("ended", None, "its end was not recorded", None, "lost"),
          "lost: its end was not recorded"),
     ],
@@ -93,9 +95,9 @@ def test_the_health_of_a_run_in_words(now: Health, expected: str) -> None:
 @pytest.mark.parametrize(
     ("own", "about", "expected", "says"),
     [
-        ((), {}, 3, "finished after 1 min 00 s"),
-        ((), {"status": 7}, 6, "failed after 1 min 00 s: exit status 7"),
-        ((STALL,), {"status": 1}, 6, "failed after 1 min 00 s: exit status 1"),
+        ((), {}, 3, "finished in 1 min 00 s"),
+        ((), {"status": 7}, 6, "failed with exit status 7 after 1 min 00 s"),
+        ((STALL,), {"status": 1}, 6, "failed with exit status 1 after 1 min 00 s"),
         ((), {"status": None, "started_unix": 1.0}, 6, "lost: its end was not recorded"),
     ],
 )
@@ -392,4 +394,4 @@ def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
     assert "starts the mirror again" in said
     assert "supervisor" not in said
     assert main(["report", directory.name]) == 0
-    assert "not known here, because its mirror has exited" in capsys.readouterr().out
+    assert "idle: its mirror has exited" in capsys.readouterr().out

@@ -10,10 +10,11 @@ import pytest
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.run_snapshot import Column
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark
-from dpmon.ui.screen_data import LookBack, ScreenData
+from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import ChartColumns, TimeAxis, axis_row, choose_marks, make_time_axis, shift_by_parts
+from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training, pause_event
 from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, screen_data_of, shown_process, with_process
@@ -100,8 +101,13 @@ def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
 def test_the_histories_of_an_earlier_time_are_those_of_the_present() -> None:
     now = with_epochs(screen_data_of(Training(step_ns=SECOND // 5)), [2, 9, 40])
     then = with_epochs(screen_data_of(Training(step_ns=SECOND // 5), 30), [2])
-    past = LookBack(now.state, now.now_ns, now.now_ns + 3 * SECOND)
-    looked = replace(then, state=then.state.with_histories(now.state), now_ns=5 * SECOND, past=past)
+    looked = replace(
+        then,
+        state=then.state.with_histories(now.state),
+        now_ns=5 * SECOND,
+        history_state=now.state,
+        cursor=TimeCursor(5 * SECOND, now.now_ns, present_ns=now.now_ns + 3 * SECOND),
+    )
     assert make_time_axis(looked) == make_time_axis(now)
     assert choose_marks(looked, make_time_axis(now), 100) == choose_marks(now, make_time_axis(now), 100)
     assert shown_process(looked).columns == shown_process(now).columns

@@ -30,7 +30,7 @@ def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypat
     facts = RunAnalysis(open_store_with([*training.begin(), *training.run(60)]))
     trials, absent = plan_trials(facts, ("train.py",), "8")
     assert names(trials) == ["cached-batches", "single", "threads-1"], "8 threads are what it has"
-    assert trials[0].options == ("--replay", str(CACHED_BATCHES))
+    assert trials[0].variables == {"DPMON_REPLAY": str(CACHED_BATCHES)}
     assert trials[0].max_saving == pytest.approx(facts.modes[0].settled_stats.phase_share("data"))
     assert absent == {
         "one-rank": "no torchrun with --nproc-per-node and several ranks",

@@ -20,6 +20,7 @@ from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.time_cursor import TimeCursor
 from support.record_builders import SECOND, Training
 from support.screen_harness import FakeReader
 from support.screen_states import STYLE, paint_screen
@@ -104,7 +105,7 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     training = Training(step_ns=SECOND)
     reader = FakeReader(tmp_path)
     reader.new = [*training.begin(), *training.run(100)]
-    feed = feed_of(tmp_path, reader)
+    feed = feed_of(tmp_path, reader, lambda: reader.info.start_ns + 101 * SECOND)
     feed.start()
     feed.refresh()
 
@@ -114,15 +115,16 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
 
     assert 29 <= steps(feed.build_screen_data(View(range_s=30))) <= 32
     assert steps(feed.build_screen_data(View(range_s=0))) == 100
-    frozen = feed.build_screen_data(View(range_s=0))
+    feed.move_cursor(TimeCursor.freeze)
     reader.new = training.run(50)
     feed.refresh()
-    assert steps(feed.build_screen_data(View(range_s=0))) == 150
-    still = feed.with_view(replace(frozen, now_ns=training.now - 49 * SECOND), View(range_s=30))
+    still = feed.build_screen_data(View(range_s=30))
     assert 28 <= steps(still) <= 32
     assert still.process is not None
     assert still.process.last_step is not None
-    assert still.process.last_step.step < 110
+    assert still.process.last_step.step == 100
+    feed.move_cursor(TimeCursor.return_to_present)
+    assert steps(feed.build_screen_data(View(range_s=0))) == 150
 
 
 def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
@@ -146,6 +148,6 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
             feed.refresh()
             now[0] += 1.0
         assert reads == times
-    feed.refresh(immediately=True)
-    feed.refresh(immediately=True)
-    assert len(reads) == 5
+    for range_s in (30, 600):
+        feed.build_screen_data(View(range_s=range_s))
+    assert len(reads) == 5, "a new range is read at once"

@@ -24,10 +24,11 @@ from dpmon.record.history_rows import Row as RecordedRow
 from dpmon.record.record_types import Event
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
-from dpmon.ui.screen_data import LookBack, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import paint_panels, panel_slots
+from dpmon.ui.screen_data import ScreenData, View
+from dpmon.ui.screen_painter import paint_panel, panel_slots
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import snapshot_of_rows
 from support.rank_builders import ManyNodes, record_ddp_ranks
 from support.record_builders import SECOND, Training, host_event, whole_device_event
@@ -38,6 +39,7 @@ from support.screen_states import (
     TWO_FINDINGS,
     exit_info_of,
     loss_curve,
+    played_at,
     progress_in_epochs,
     screen_after_stall,
     screen_ended_in_stall,
@@ -131,9 +133,9 @@ def nodes(count: int, *, trouble: bool = True) -> ScreenData:
 def looked_back() -> ScreenData:
     """Return the recorded run at an earlier time, with the histories of its end."""
     now, then = recorded(1.0), recorded(0.8)
-    past = LookBack(now.state, now.now_ns, now.now_ns + 3 * SECOND)
+    cursor = TimeCursor(then.now_ns, now.now_ns, present_ns=now.now_ns + 3 * SECOND)
     state = then.state.with_histories(now.state)
-    return replace(then, state=state, past=past, view=View(is_frozen=True, shown_ns=then.now_ns))
+    return replace(then, state=state, cursor=cursor, history_state=now.state)
 
 
 def changing_ranks() -> ScreenData:
@@ -188,7 +190,7 @@ def changed_often() -> ScreenData:
         training.step_ns = 16_000_000
         payloads += [*training.switch("single"), *training.run(150)]
     return ScreenData(
-        snapshot_of_rows(payloads, changes=True),
+        snapshot_of_rows(payloads),
         training.now,
         RUN_INFO,
         View("compare", "compare"),
@@ -244,7 +246,7 @@ def played_back() -> ScreenData:
     """Return the recorded run in a playback."""
     facts = learning()
     return replace(
-        facts, is_command_alive=None, can_toggle=False, playing=PlaybackPosition(facts.now_ns, 285 * SECOND, True, 4.0)
+        facts, is_command_alive=None, can_toggle=False, cursor=played_at(facts.now_ns, 285, is_playing=True, speed=4.0)
     )
 
 
@@ -346,11 +348,11 @@ def picture(name: str) -> str:
     facts = make()
     panels = (*PANELS, "status") if name.startswith((*SCENES, "stall", "progress", "nodes")) else PANELS
     slots = {panel: slot for panel, slot in panel_slots(facts, width, height).items() if panel in panels}
-    painted = paint_panels(facts, OutputView(), slots, look)
     legend: dict[str, str] = {}
     lines: list[str] = []
-    for panel in slots:
-        lines += ["", f"{panel} {slots[panel].width}x{slots[panel].height}", *drawn(painted[panel], look, legend)]
+    for panel, slot in slots.items():
+        rows = paint_panel(panel, facts, OutputView(), slot, look)
+        lines += ["", f"{panel} {slot.width}x{slot.height}", *drawn(rows, look, legend)]
     styles = [f"{mark} {style or 'plain'}" for style, mark in legend.items()]
     return "\n".join([name, *lines, "", *styles, ""])
 

@@ -10,8 +10,9 @@ import pytest
 
 from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_status import render_panel
-from dpmon.ui.screen_data import LookBack, ScreenData, View
+from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
@@ -111,14 +112,14 @@ def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> No
 
 def test_a_look_back_at_a_run_that_is_over_offers_no_stop_and_counts_no_time() -> None:
     facts = slow_loader(10)
-    past = LookBack(facts.state, facts.now_ns, None)
-    facts = replace(facts, past=past, view=View(is_frozen=True, shown_ns=facts.now_ns))
+    cursor = TimeCursor(facts.now_ns, facts.now_ns + 9 * SECOND, present_ns=facts.now_ns + 9 * SECOND, has_ended=True)
+    facts = replace(facts, cursor=cursor)
     assert "ago" not in head(facts)[0]
     assert "at 00:00:" in head(facts)[0]
     words = {hint.key: hint.word for hint in current_key_hints(facts)}
     assert "x" not in words
     assert words["q"] == "close"
-    live = replace(facts, past=past._replace(now_ns=facts.now_ns + 9 * SECOND))
+    live = replace(facts, cursor=replace(cursor, has_ended=False))
     assert ", 9 s ago" in head(live)[0]
     assert {hint.key: hint.word for hint in current_key_hints(live)}["x"] == "stop"
 
@@ -130,7 +131,7 @@ async def test_after_the_end_the_keys_look_back_and_say_what_was_not_there(tmp_p
         await on.press("w")
         await on.shows("no stall was recorded in this run")
         await on.press("less_than_sign")
-        await on.shows("at 00:00:")
+        await on.shows("g G ends")
         assert " ago" not in on.text()
         assert "x stop" not in on.text()
         await on.press("w")

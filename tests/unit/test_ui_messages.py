@@ -72,7 +72,6 @@ async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) 
         for key, words in (
             ("z", "z does nothing here: ? shows the keys"),
             ("f5", "f5 does nothing here"),
-            ("o", "there is only one output file"),
             ("n", "there is no other call or root"),
             ("N", "N continues a search"),
             ("i", "dpmon cannot reach the script's input"),
@@ -88,10 +87,10 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
     async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
         await pilot.press("g")
         for key, words in (
-            ("p", "no pause: this is a playback"),
+            ("p", "no pause: no training process is running"),
             ("x", "there is nothing to stop: the run has ended"),
             ("i", "the run has ended: it reads no more input"),
-            ("d", "the mode cannot be switched: this is a playback"),
+            ("d", "the mode cannot be switched: no training process is running"),
             ("Z", "Z does nothing here"),
         ):
             await pilot.press(key)
@@ -172,10 +171,10 @@ def test_a_traceback_keeps_its_file_and_line(styled: bool) -> None:
     text = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
     row = [("  File ", ""), (text[7:40], "bold"), (text[40:], "")] if styled else [(text, "")]
     for width in range(44, len(text) + 2):
-        shown_row = shorten_traceback_path(row, width)
+        shown_row = shorten_traceback_path(row, width, "…")
         shown_text = plain_text(shown_row)
         assert shown_text.endswith('loop.py", line 123, in step')
         assert ("…" in shown_text) == (width < len(text))
         assert len(shown_text) <= width
     other = [("x" * 100, "")]
-    assert shorten_traceback_path(other, 50) == other
+    assert shorten_traceback_path(other, 50, "…") == other

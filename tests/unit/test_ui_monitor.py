@@ -15,22 +15,16 @@ from dpmon.model.findings.finding import Finding
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, TextPages
 from dpmon.ui.monitor import Monitor
+from dpmon.ui.panel_view import PanelView
 from dpmon.ui.screen_data import View
 from support.record_builders import SECOND, Training
-from support.screen_harness import ScreenHarness, open_screen, wait_until
+from support.screen_harness import ScreenHarness, is_laid_out, open_screen, wait_until
 from support.screen_states import STYLE, exit_info_of
 
 
 def last_step(on: ScreenHarness) -> int | None:
     process = on.app.live_run.state.representative
     return None if process is None or process.last_step is None else process.last_step.step
-
-
-def placed(on: ScreenHarness) -> bool:
-    return all(
-        tuple(on.app.query_one(f"#{name}").region) == (slot.x, slot.y, slot.width, slot.height)
-        for name, slot in on.app.slots.items()
-    )
 
 
 async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
@@ -40,7 +34,7 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
             await on.pilot.resize_terminal(width, height)
             await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
             await on.until(lambda w=width: {len(row) for row in on.app.text()} == {w}, f"{width} columns")
-            await on.until(lambda: placed(on), "each panel in its place")
+            await on.until(lambda: is_laid_out(on.app), "each panel in its place")
             if width >= 80:
                 for word in ("linear.py", "dp ×2", "2 Replicas", "3 Batch", "5 Output", "[15, 5]", "? help", "q leave"):
                     await on.shows(word)
@@ -202,7 +196,7 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
         await on.shows("FROZEN")
         still = on.text()
         on.reader.new = on.training.run(50)
-        await on.until(lambda: last_step(on) == 250, "the records behind the picture")
+        on.app._tick()
         assert on.text() == still
         await on.press("3", "3")
         assert on.app.view.zoom == "batch", "it can still be looked at"
@@ -215,14 +209,15 @@ async def test_a_frozen_screen_shows_one_time_whatever_is_opened(tmp_path: Path)
     """Steps that ended before the freeze are written after it."""
     async with open_screen(tmp_path, steps=1200) as on:
         await on.shows("step 1,200 ")
-        clock_ns = on.reader.info.start_ns + on.app.live_run.state.newest_ns + SECOND
+        newest_ns = on.app.live_run.state.newest_ns
+        clock_ns = on.reader.info.start_ns + newest_ns + SECOND
         on.app.live_run._clock = lambda: clock_ns
+        on.app.draw()
         await on.press("space")
         await on.shows("FROZEN")
         still = on.app.data_to_draw()
         on.reader.new = on.training.run(4)
-        await on.until(lambda: last_step(on) == 1204, "the records behind the picture")
-        assert on.app.live_run.state.newest_ns < still.now_ns
+        assert on.training.now - on.reader.info.start_ns < still.now_ns
         for key in ("2", "2", "escape", "4", "4", "escape", "left_square_bracket", "right_square_bracket"):
             await on.press(key)
             shown = on.app.data_to_draw()
@@ -272,13 +267,13 @@ async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
     async with open_screen(tmp_path, (80, 24)) as on:
         await on.shows("○ idle")
         for panel in ("batch", "batch", "output", "devices"):  # devices is folded
-            await on.pilot.double_click(f"#{panel}", offset=(5, 0))
+            await on.click(panel, 5, times=2)
             assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)
             await on.until(lambda p=panel: set(on.app.slots) == {"status", p, "footer"}, "the panel alone")
             # In the middle, where other panels are afterwards.
             await on.pilot.double_click(offset=(40, 12))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, None)
-        await on.pilot.click("#replicas", times=3)
+        await on.click("replicas", times=3)
         assert (on.app.view.focus, on.app.view.zoom) == ("replicas", "replicas")
 
 
@@ -287,9 +282,9 @@ async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None
     async with open_screen(tmp_path) as on:
         await on.shows("following")
         await on.shows("line 99")
-        await on.pilot.click("#batch")
+        await on.click("batch")
         assert on.app.view.focus == "batch"
-        slot, panel = on.app.slots["output"], on.app.query_one("#output")
+        slot, panel = on.app.slots["output"], on.app.query_one(PanelView)
         panel.post_message(MouseScrollUp(panel, 1, 1, 0, 0, 0, False, False, False, slot.x + 1, slot.y + 1))
         await on.until(lambda: on.app.live_run.output.top is not None, "scrolling")
         await on.press("5", "end", "pageup")
@@ -316,15 +311,15 @@ async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
         assert any("leave the training running" in row for row in page.box.text())
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "help to close")
-        assert "W warnings" not in on.text()
-        await on.press("W")
+        await on.app.run_action("warnings")
         assert len(on.app.screen_stack) == 1, "no warnings, no page"
         await on.shows("there are no warnings")
         on.reader.new = [Event("warning", {"process": 0, "t_s": 3.0, "text": "a hook took itself out\x1b[2J"})]
         await on.until(lambda: bool(on.app.live_run.state.warnings), "the warning")
-        await on.press("W")
+        await on.app.run_action("warnings")
         assert isinstance(on.app.screen, TextPages)
-        assert any("a hook took itself out\ufffd[2J" in row for row in on.app.screen.box.text())
+        box = on.app.screen.box
+        await on.until(lambda: any("a hook took itself out\ufffd[2J" in row for row in box.text()), "the warning")
 
 
 async def test_a_line_reaches_the_scripts_input(tmp_path: Path) -> None:
@@ -372,6 +367,7 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         await on.shows("step 200 ")
         end_ns = on.app.live_run.state.newest_ns
         on.app.live_run._clock = lambda: end_ns + 18 * SECOND // 10
+        on.app.draw()
         await on.press("less_than_sign")
         await on.shows(" ago")
         facts = on.app.data_to_draw()
@@ -380,11 +376,11 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         assert process.last_step is not None
         assert process.last_step.step < 200
         assert process.seen_ns <= facts.now_ns < end_ns
-        assert process.columns == on.app.live_run.state.processes[0].columns, "the histories stay"
+        assert sum(column.count for column in process.columns) == 200, "the histories stay"
         await on.shows("▲")
         await on.shows("esc now")
         on.reader.new = on.training.run(50)
-        await on.until(lambda: last_step(on) == 250, "the records behind the picture")
+        on.app._tick()
         assert on.app.data_to_draw().process == process, "it stays at its time"
         await on.press("greater_than_sign", "greater_than_sign")
         await on.shows("step 250 ")
@@ -394,19 +390,42 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         assert on.app.view == View(focus=on.app.view.focus)
 
 
+async def test_a_live_run_is_played_from_an_earlier_time_on(tmp_path: Path) -> None:
+    async with open_screen(tmp_path) as on:
+        await on.shows("step 200 ")
+        clock_ns = on.app.live_run.state.newest_ns + 18 * SECOND // 10
+        on.app.live_run._clock = lambda: clock_ns
+        on.app.draw()
+        await on.press("less_than_sign")
+        await on.shows("space play")
+        await on.press("space")
+        await on.shows("space stop")
+        facts = on.app.data_to_draw()
+        assert facts.process is not None
+        assert max(column.second for column in facts.process.columns) * SECOND <= facts.now_ns, "nothing from later"
+        assert "▲" not in on.text()
+        clock_ns += 60 * SECOND
+        await on.until(lambda: on.app.live_run.cursor.time_ns is None, "the present")
+        await on.shows("step 200 ")
+        assert "g G ends" not in on.text()
+        await on.press("less_than_sign", "space", "escape")
+        assert on.app.live_run.cursor.time_ns is None
+
+
 async def test_an_ended_run_is_looked_back_to_as_it_was(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("step 200 ")
         end_ns = on.app.live_run.state.newest_ns
         on.app.live_run._clock = lambda: end_ns + 18 * SECOND // 10
+        on.app.draw()
         on.reader.ended = exit_info_of(1, None, end_ns + SECOND)
         await on.shows("failed")
         await on.press("less_than_sign")
-        await on.shows("at 00:00:")
+        await on.shows("g G ends")
         assert " ago" not in on.text()
         assert "failed" not in on.text()
         assert not on.app.data_to_draw().is_over
         await on.press("w")
         await on.shows("no stall was recorded until this time")
-        await on.press("escape")
+        await on.press("G")
         await on.shows("failed")

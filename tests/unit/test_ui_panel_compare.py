@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from dpmon.model.comparison_stats import Interval
-from dpmon.model.device_memory import HOST
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_compare
-from dpmon.ui.screen_data import PlaybackPosition, ScreenData, View
+from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import snapshot_of_rows
-from support.record_builders import SECOND, Training, host_event
+from support.record_builders import SECOND, Training
 from support.screen_states import (
     RUN_INFO,
     STYLE,
@@ -50,7 +50,7 @@ def test_a_comparison_says_what_it_lacks() -> None:
     assert only[-1] == "single was not seen yet: d switches the running job"
     over = replace(one, exit_info=exit_info_of(0, None, 9), can_toggle=False)
     assert compare_text(over, 60, 12)[-1] == "single was not seen"
-    played = replace(over, playing=PlaybackPosition(5, 9, False, 1.0))
+    played = replace(over, cursor=TimeCursor(5, is_playback=True))
     assert compare_text(played, 62, 12)[-1] == "single was not seen until then"
     training = Training()
     payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]
@@ -131,38 +131,21 @@ def test_a_refusal_names_its_root_where_there_are_several() -> None:
     assert "dp refused for Loss" in " ".join(compare_text(replace(facts, view=View(zoom="compare")), 60, 20))
 
 
-def two_visits(kind: str, later_s: int = 0) -> tuple[list[Row], Training]:
-    """A hundred steps of a second in single, then as many in dp, with samples of memory of a `kind`; and some more."""
+@pytest.mark.parametrize("later_s", [0, 900])
+def test_each_mode_has_its_own_peak_of_memory(later_s: int) -> None:
     training = Training(mode="single", step_ns=SECOND, devices=("cuda:0", "cuda:1"), virtual=False)
-    events = training.begin()[:1]
-
-    highest = 0
-
-    def sample(peak: int) -> Event:
-        nonlocal highest
-        at = training.now / SECOND
-        if kind == "host":
-            return host_event(at, run_mem_bytes=peak)
-        peak = highest = max(peak, highest)
-        one = {"device": "cuda:0", "peak_bytes": peak}
-        return Event("memory", {"process": 0, "rank": None, "t_s": at, "devices": [one]})
-
+    events, highest = training.begin()[:1], 0
     for mode, peak, seconds in (("single", 300, 100), ("dp", 700, 100), ("dp", 500, later_s)):
         events += training.switch(mode)
         beside = {"process": 0, "t_s": training.now / SECOND, "step": training.steps, "mode": "single", "root": "Head"}
         events.append(Event("mode", {**beside, "devices": ["cuda:0"], "virtual": False}))
         for second in range(seconds):
-            events += [*training.step(), sample((peak + second % 100) << 20)]
-    return events, training
-
-
-@pytest.mark.parametrize(("kind", "name"), [("host", HOST), ("device", "cuda:0")])
-@pytest.mark.parametrize("later_s", [0, 900])
-def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> None:
-    """If its samples are older than the charts, the maximum of each minute is known."""
-    events, training = two_visits(kind, later_s)
+            events += training.step()
+            highest = max((peak + second % 100) << 20, highest)
+            one = {"device": "cuda:0", "peak_bytes": highest}
+            events.append(Event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": [one]}))
     facts = ScreenData(snapshot_of_rows(events), training.now, RUN_INFO, is_command_alive=True)
     found = panel_compare.shown_stats(facts).memory
-    assert found["dp"][name].bytes == 799 << 20
-    assert found["single"][name].bytes == pytest.approx(399 << 20, rel=0.2)
-    assert "memory" not in compare_text(facts, 60, 14)[-1]
+    assert found["dp"]["cuda:0"] == 799 << 20
+    assert found["single"]["cuda:0"] == pytest.approx(399 << 20, rel=0.2)
+    assert "799 MiB" in " ".join(compare_text(facts, 60, 14))

@@ -30,14 +30,12 @@ def some_facts() -> ScreenData:
 
 def test_the_footer_offers_only_what_works() -> None:
     facts = some_facts()
-    view = "l slow steps [ ] range < > time s screenshot e export r report"
+    view = "l slow steps [ ] range < > time s screenshot"
     said = f"d → single space freeze 1-6 panel enter zoom i input w why {view} x stop"
-    assert (
-        " ".join(plain_text(render_footer(facts, 200, STYLE)[0]).split())
-        == said + " t theme + - refresh : list ? help q leave"
-    )
+    said += " t theme : list ? help q leave"
+    assert " ".join(plain_text(render_footer(facts, 200, STYLE)[0]).split()) == said
     nothing = replace(facts, can_toggle=False, can_type=False, exit_info=exit_info_of(0, None, 1))
-    said = f"1-6 panel enter zoom {view} C compare t theme + - refresh : list ? help q close"
+    said = f"1-6 panel enter zoom {view} t theme : list ? help q close"
     assert " ".join(plain_text(render_footer(nothing, 200, STYLE)[0]).split()) == said
 
 
@@ -61,7 +59,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
         for key in named:
             assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
-    wanted = "r report e export" if over else "d → single p pause space freeze 1-6 panel x stop"
+    wanted = "1-6 panel < > time l slow" if over else "d → single p pause space freeze 1-6 panel x stop"
     assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80, STYLE)[0]).split())
 
 

@@ -10,10 +10,11 @@ import pytest
 from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord
 from dpmon.run.run_directory import ExitInfo
 from dpmon.run.run_reader import PauseState
-from dpmon.ui.footer import current_key_hints
+from dpmon.ui import screen_painter
+from dpmon.ui.keys import available_commands
 from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity, format_devices
-from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
+from dpmon.ui.screen_painter import panel_slots
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from support.history_builders import snapshot_of_rows
@@ -198,11 +199,11 @@ def test_dropped_records_are_counted_on_the_screen() -> None:
     assert "dropped" not in screen_text(screen_data_of(Training()), 80, 24)
 
 
-def test_warnings_are_shown_and_have_a_key() -> None:
+def test_warnings_are_shown_and_listed_in_the_palette() -> None:
     facts = warned(screen_data_of(Training()), "the hook\x1b[2J took itself out")
     text = screen_text(facts, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
-    assert ("W", "warnings") in [hint[:2] for hint in current_key_hints(facts)]
+    assert "warnings" in {command.action for command in available_commands(facts)}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     assert LONG in " ".join(note)
     assert plain_text(rows[-1]) == plain_text(plain_rows[-1])
     slots = panel_slots(facts, *size)
-    below = join_panels(slots, paint_panels(facts, OutputView(), slots, STYLE, with_popup=False))
+    below = screen_painter.paint_screen(facts, OutputView(), slots, STYLE, with_popup=False)
     assert "in full" not in "".join(map(plain_text, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain_text(row) for row in paint_screen(later, OutputView(), *size, STYLE))

@@ -80,6 +80,18 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     assert "so it is unknown which rank waits for which" in text[4]
 
 
+def test_the_median_of_a_rank_is_that_of_the_chosen_range() -> None:
+    run = Recording()
+    for rank in range(2):
+        training = Training(process=rank, rank=rank, mode="single", step_ns=SECOND // 100)
+        rows = [*training.begin(), *training.run(1000)]
+        training.step_ns = SECOND // 25
+        run.add([*rows, *training.run(125)], rank, rank)
+    for range_s, median_ms in ((4, 40), (120, 10), (0, 10)):
+        for process in run.state(span_s=range_s).training_processes:
+            assert process.figures.median_ns == pytest.approx(median_ms * 1e6, rel=0.15), range_s
+
+
 @lru_cache
 def seventy(slow: int | None) -> tuple[Recording, ScreenData]:
     """Return a run of many ranks, of which all are alike, or one holds the others up."""

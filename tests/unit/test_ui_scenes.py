@@ -15,13 +15,14 @@ from dpmon.run.run_reader import PauseState
 from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, Tree, place_panels
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_stall
 from dpmon.ui.scenes import ARRANGEMENTS, DP, ENDED, MANY, RANKS, SINGLE, STALLED, STARTING, Scene, choose_scene
-from dpmon.ui.screen_data import PANELS, PlaybackPosition, ScreenData
+from dpmon.ui.screen_data import PANELS, ScreenData
 from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
 from support.screen_states import (
     RUN_INFO,
     exit_info_of,
+    played_at,
     screen_data_of,
     screen_ended_in_stall,
     screen_in_stall,
@@ -58,7 +59,7 @@ def toggled(first: str) -> ScreenData:
 
 
 def played(facts: ScreenData) -> ScreenData:
-    return replace(facts, playing=PlaybackPosition(facts.now_ns, facts.now_ns + SECOND, False, 1.0))
+    return replace(facts, cursor=played_at(facts.now_ns, facts.now_ns // SECOND + 1))
 
 
 def over(facts: ScreenData) -> ScreenData:

@@ -27,6 +27,7 @@ from dpmon.ui.panels import panel_stall
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis, stall_intervals
+from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import write_run_directory
 from support.record_builders import SECOND, Training
 from support.screen_harness import open_screen
@@ -120,7 +121,7 @@ def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
     run, end = stalled_run(2, over=True)
     now = end + at_s * SECOND
     facts = replace(screen_in_stall_playback(2), now_ns=now, state=run.state(now))
-    assert describe_activity(replace(facts, playing=None)).word == word
+    assert describe_activity(replace(facts, cursor=TimeCursor())).word == word
 
 
 def test_a_run_that_was_interrupted_ended_in_its_stall_also_if_the_stall_ended_first() -> None:

@@ -1,4 +1,4 @@
-"""Repeats the first batches of each loader, as if loading cost nothing (`--replay`, and `dpmon try`).
+"""Repeats the first batches of each loader, as if loading cost nothing (for `dpmon try`).
 
 Epochs keep their lengths if torch knows them. The training sees few samples, so the trained model is meaningless.
 """

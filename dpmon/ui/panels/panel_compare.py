@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from dpmon.model.device_memory import HOST
-from dpmon.model.mode_comparison import Comparison, ModeSpeedup, Peak, verdict_sentence
+from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.model.run_snapshot import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, WARM_UP_STEPS, phase_by_display_name, phase_by_name
@@ -19,16 +18,15 @@ from dpmon.text.formatting import (
     format_count,
     format_count_with_noun,
     format_duration,
-    format_elapsed,
     format_factor,
     format_percent,
     format_time_range,
 )
-from dpmon.ui.chart import range_bar, round_up_nice
+from dpmon.ui.chart import round_up_nice
 from dpmon.ui.panels.panel_batch import history_rows
 from dpmon.ui.screen_data import NAMES, ScreenData
 from dpmon.ui.step_waterfall import main_row
-from dpmon.ui.styled_rows import Row, TableColumn, row_width, table_rows, wrap_to_rows
+from dpmon.ui.styled_rows import Row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
 _MODES = ("single", "dp")
@@ -36,8 +34,6 @@ _MAX_REFUSAL_ROWS = 3
 """Most rows for refusals, unless the panel is on the full screen."""
 _MIN_CHART_ROWS, _MAX_CHART_ROWS = 4, 16
 """Rows of the chart on the full screen."""
-_MIN_RANGE_CELLS = 12
-"""Fewest cells for the speed-up intervals of mode switches."""
 _SHORT_VIRTUAL_NOTE = "virtual replicas show behavior, not speed"
 _VIRTUAL_NOTE = "virtual replicas share one device: this shows how dp behaves, not how fast it would be"
 
@@ -56,7 +52,7 @@ def is_shown(screen: ScreenData) -> bool:
 def preferred_height(screen: ScreenData) -> int:
     """Return the number of rows of the content with a verdict of two rows; the phases are left to the bars."""
     comparison = shown_stats(screen)
-    device_count = len({device for peaks in comparison.memory.values() for device in peaks if device != HOST})
+    device_count = len({device for peaks in comparison.memory.values() for device in peaks})
     return 5 + max(device_count, 1) + 2 + 2 + comparison.virtual if len(comparison.sides) > 1 else 4
 
 
@@ -116,8 +112,6 @@ def render_panel(
     for name in ("p95", "memory", "steps", "phases", "bars"):
         extra_rows += chosen_rows.get(name, [])
     rows = [*main_rows, *extra_rows, *note_rows]
-    if screen.view.zoom == "compare" and len(comparison.changes) > 1:
-        rows += [[], *_mode_change_rows(comparison.changes, width, style)]
     return [*rows, *_mode_chart(screen, width, height - len(rows) - 2, style)]
 
 
@@ -127,28 +121,6 @@ def _mode_chart(screen: ScreenData, width: int, height: int, style: TerminalStyl
         return []
     chart = history_rows(screen, screen.process, width, min(height, _MAX_CHART_ROWS), style, by_mode=True)
     return [[], [(f"mean step, {format_time_range(screen.view.range_s)}", "bold")], *chart]
-
-
-def _mode_change_rows(changes: Sequence[ModeSpeedup], width: int, style: TerminalStyle) -> list[Row]:
-    """Return a table of the speed-up at each mode switch, as numbers and as intervals on one scale."""
-    low, high = min(change.speedup.low for change in changes), max(change.speedup.high for change in changes)
-    bar_width = min(width - 44, 60)
-    texts = [
-        f"{format_factor(change.speedup.value, style.glyphs.times)}"
-        f" ({format_factor(change.speedup.low, '')} to {format_factor(change.speedup.high, '')})"
-        for change in changes
-    ]
-    columns = [
-        TableColumn("change", 9, [format_elapsed(change.t_ns) for change in changes]),
-        TableColumn("  to", 8, [[("  " + change.to.ljust(6), f"mode.{change.to}")] for change in changes], left=True),
-        TableColumn("speed-up (95%)", 23, texts, "bold"),
-    ]
-    if bar_width >= _MIN_RANGE_CELLS:
-        speedups = [change.speedup for change in changes]
-        bars = [range_bar(ratio.low, ratio.value, ratio.high, high, bar_width, style.glyphs, low) for ratio in speedups]
-        scale = format_factor(low, "") + format_factor(high, "").rjust(bar_width - len(format_factor(low, "")))
-        columns.append(TableColumn("  " + scale, bar_width + 2, [[("  " + text, "bar")] for text in bars]))
-    return table_rows(columns, style.glyphs.more)
 
 
 class _CompareTable:
@@ -227,17 +199,13 @@ class _CompareTable:
         return self.make_row("compared", texts, "dim", note)
 
     def memory_rows(self) -> list[Row]:
-        """Return a row per device with its peak allocated memory; without GPUs, the memory of the run's processes."""
+        """Return a row per device with its peak allocated memory in each mode."""
         peaks = {mode: self.comparison.memory.get(mode, {}) for mode in self.comparison.sides}
-        devices = sorted({device for by_device in peaks.values() for device in by_device if device != HOST})
-        if not devices:
-            if not any(HOST in by_device for by_device in peaks.values()):
-                return []
-            return [self.make_row("memory", {m: _format_peak(by_device.get(HOST)) for m, by_device in peaks.items()})]
+        devices = sorted({device for by_device in peaks.values() for device in by_device})
         return [
             self.make_row(
                 ("peak " if index == 0 else "     ") + sanitize_line(device, 12).replace("cuda:", "gpu "),
-                {m: _format_peak(by_device.get(device)) for m, by_device in peaks.items()},
+                {m: format_bytes(by_device.get(device)) for m, by_device in peaks.items()},
             )
             for index, device in enumerate(devices)
         ]
@@ -289,12 +257,6 @@ def _phases_end_to_end(side: StepStats) -> list[Piece]:
     return pieces
 
 
-def _format_peak(peak: Peak | None) -> str:
-    if peak is None:
-        return UNKNOWN
-    return format_bytes(peak.bytes) if peak.exact else "≤" + format_bytes(peak.bytes)
-
-
 def _note_rows(screen: ScreenData, comparison: Comparison, width: int, style: TerminalStyle) -> list[Row]:
     """Return the verdict, or why there is none yet, and the caveats."""
     rows: list[Row] = []
@@ -310,7 +272,7 @@ def _note_rows(screen: ScreenData, comparison: Comparison, width: int, style: Te
         (other,) = (mode for mode in _MODES if mode not in comparison.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
         if not screen.can_toggle:
-            rows += wrap_to_rows(f"{other} was not seen" + (" until then" if screen.playing else ""), width)
+            rows += wrap_to_rows(f"{other} was not seen" + (" until then" if screen.cursor.is_playback else ""), width)
         else:
             rows.append(hint if row_width(hint) <= width else hint[:2])
     elif comparison.missing:
@@ -320,7 +282,7 @@ def _note_rows(screen: ScreenData, comparison: Comparison, width: int, style: Te
             rows += wrap_to_rows(
                 _VIRTUAL_NOTE if is_full_screen or len(_VIRTUAL_NOTE) <= width else _SHORT_VIRTUAL_NOTE, width
             )
-        omitted = "; ".join([*_missing_memory_note(comparison), *_incomparable_steps_note(comparison)])
+        omitted = "; ".join(_incomparable_steps_note(comparison))
         text = _excluded_steps_note(comparison) if is_full_screen else omitted
         rows += wrap_to_rows(text, width)
     return rows
@@ -349,12 +311,6 @@ def _refusal_note(screen: ScreenData) -> str:
     )
 
 
-def _missing_memory_note(comparison: Comparison) -> list[str]:
-    """Return a note if only one mode has memory values, for example because the other was short."""
-    unmeasured_modes = [mode for mode in comparison.sides if mode not in comparison.memory]
-    return [f"{mode}: no memory sample was read" for mode in unmeasured_modes if len(unmeasured_modes) == 1]
-
-
 def _incomparable_steps_note(comparison: Comparison) -> list[str]:
     """Return which steps are not compared, and why."""
     if not comparison.left_out:
@@ -364,11 +320,12 @@ def _incomparable_steps_note(comparison: Comparison) -> list[str]:
 
 def _excluded_steps_note(comparison: Comparison) -> str:
     """Return which steps the metrics omit, and why."""
-    parts = [*_incomparable_steps_note(comparison), *_missing_memory_note(comparison)]
-    parts += [
+    parts = [
+        *_incomparable_steps_note(comparison),
         f"median, p95 and phases without the first {WARM_UP_STEPS} steps and the {WARM_UP_STEPS} after each switch",
         "samples/s: all training, without pauses and evaluations",
     ]
-    if any(not peak.exact for mode in comparison.sides for peak in comparison.memory.get(mode, {}).values()):
-        parts.append("≤: the peak came before this mode, which used at most that")
+    devices_by_mode = [{*peaks} for peaks in comparison.memory.values()]
+    if any(devices != devices_by_mode[0] for devices in devices_by_mode):
+        parts.append("peak –: it did not rise in this mode")
     return "; ".join(parts)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,19 +11,18 @@ from dpmon.run.safe_files import open_file
 from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_count
 from dpmon.ui.screen_data import NAMES, ScreenData
-from dpmon.ui.styled_rows import Row, crop_row, merge_spans, plain_text, row_width
-from dpmon.ui.terminal_emulator import MAX_CHANGING_ROWS, TerminalPage
+from dpmon.ui.styled_rows import Row, crop_row, plain_text, row_width
+from dpmon.ui.terminal_emulator import TerminalPage
 from dpmon.ui.terminal_style import TerminalStyle
 
 MAX_ROWS = 5000
-_MAX_CHARS = 4_000_000
-"""Most rows to store, and most characters in them."""
+"""Most rows to store; a few hundred more are dropped at once."""
 _TAIL_BYTES = 1 << 18
 """Number of bytes to read from the end of an existing log."""
 _MAX_UNREAD_BYTES = 1 << 19
 """If more bytes than this are unread, skip to near the end: no one has seen the skipped rows."""
 _CHUNK_BYTES = 1 << 16
-_FREEZE_ROWS = MAX_CHANGING_ROWS + 400
+_DROPPED_ROWS = 400
 
 
 class LogTail:
@@ -41,8 +38,6 @@ class LogTail:
     def _restart_at(self, offset: int, first_serial: int) -> None:
         self._offset = offset
         self._page = TerminalPage()
-        self._frozen_rows: deque[Row] = deque()
-        self._characters = 0
         self.first = first_serial
         """Serial number of the first stored row."""
         self.whole = not offset
@@ -71,7 +66,7 @@ class LogTail:
                 break
             self._page.feed(data)
             self._offset += len(data)
-            self._freeze_old_rows()
+            self._drop_old_rows()
 
     def _read(self, start: int, count: int) -> bytes:
         try:
@@ -79,39 +74,25 @@ class LogTail:
         except OSError:
             return b""
 
-    def _freeze_old_rows(self) -> None:
-        """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""
+    def _drop_old_rows(self) -> None:
         page = self._page
-        if len(page.lines) > _FREEZE_ROWS:
-            count = min(len(page.lines) - MAX_CHANGING_ROWS, page.cursor_row)
-            frozen_rows = [line.row() for line in page.lines[:count]]
-            self._frozen_rows += frozen_rows
-            self._characters += sum(map(_char_count, frozen_rows))
+        if len(page.lines) > MAX_ROWS + _DROPPED_ROWS:
+            count = len(page.lines) - MAX_ROWS - 1  # the last line is often empty
             del page.lines[:count]
             page.cursor_row -= count
-        while self._frozen_rows and (len(self._frozen_rows) > MAX_ROWS or self._characters > _MAX_CHARS):
-            self._characters -= _char_count(self._frozen_rows.popleft())
-            self.first += 1
+            self.first += count
             self.whole = False
 
     @property
     def end(self) -> int:
         """Serial number after the last row; an empty last row does not count."""
         lines = self._page.lines
-        return self.first + len(self._frozen_rows) + len(lines) - (not lines[-1])
+        return self.first + len(lines) - (not lines[-1])
 
     def rows(self, start: int, count: int) -> list[Row]:
         """Return up to `count` of the stored rows, from serial number `start`."""
-        frozen_rows, first_serial = self._frozen_rows, self.first
-        serials = range(max(start, first_serial), min(start + count, self.end))
-        page_start = first_serial + len(frozen_rows)
-        return [
-            frozen_rows[n - first_serial] if n < page_start else self._page.lines[n - page_start].row() for n in serials
-        ]
-
-
-def _char_count(row: Row) -> int:
-    return sum(len(text) for text, _ in row)
+        serials = range(max(start, self.first), min(start + count, self.end))
+        return [self._page.lines[serial - self.first].row() for serial in serials]
 
 
 @dataclass
@@ -121,7 +102,6 @@ class OutputView:
     tails: list[LogTail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
-    left: int = 0
     hit: int | None = None
     """Serial number of the row with the last match."""
 
@@ -158,7 +138,7 @@ class OutputView:
         """Return the visible rows, as a terminal would show them."""
         return [] if self.tail is None else self.tail.rows(self._top_serial(self.tail, height), max(height, 0))
 
-    def find(self, search_text: str, older: bool, height: int, width: int) -> str:
+    def find(self, search_text: str, older: bool, height: int) -> str:
         """Scroll to the next older or newer row with this text, and return the message for the user."""
         tail = self.tail
         if tail is None:
@@ -171,18 +151,13 @@ class OutputView:
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
         for serial in serials:
             (row,) = tail.rows(serial, 1)
-            matches = find_matches(plain_text(row), search_text)
-            if matches:
+            if matches_search(plain_text(row), search_text):
                 break
         else:
             scope_text = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
             return f"no {'older' if older else 'newer'} line with {search_text!r}{scope_text}"
         self.hit = serial
         self._scroll_to(tail, top if top <= serial < top + height else serial - height // 2, height)
-        first_match, *_ = matches
-        column, last_column = span_width(plain_text(row)[: first_match[0]]), width - len(search_text) - 1
-        if not self.left <= column < self.left + last_column:
-            self.left = max(column - width // 2, 0) if column > last_column - 1 else 0
         return line_position(tail, serial)
 
 
@@ -192,18 +167,11 @@ def line_position(tail: LogTail, serial: int) -> str:
     return f"line {format_count(serial - tail.first + 1)} of {total}"
 
 
-def find_matches(text: str, search_text: str) -> list[tuple[int, int]]:
-    """Return the (start, end) of each match in a visible line; case matters only if `search_text` has capitals."""
-    flags = 0 if any(char.isupper() for char in search_text) else re.IGNORECASE
-    return [match.span() for match in re.finditer(re.escape(search_text), text, flags)] if search_text else []
-
-
-def highlight_matches(row: Row, search_text: str) -> Row:
-    """Return the row with all matches in the style "found"."""
-    cells = [(char, text_style) for part, text_style in row for char in part]
-    for start, end in find_matches(plain_text(row), search_text):
-        cells[start:end] = [(char, "found") for char, _ in cells[start:end]]
-    return merge_spans(cells)
+def matches_search(text: str, search_text: str) -> bool:
+    """Return whether a visible line has the text; case matters only if `search_text` has capitals."""
+    if search_text == search_text.lower():
+        text = text.lower()
+    return search_text in text
 
 
 def panel_title(output: OutputView, screen: ScreenData, width: int, style: TerminalStyle) -> tuple[Row, Row]:
@@ -214,23 +182,19 @@ def panel_title(output: OutputView, screen: ScreenData, width: int, style: Termi
         title.append((f" {style.glyphs.middot} {tail.path.name}", "dim"))
     if tail is None or not tail.size:
         return title, []
-    column_note: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
         if screen.shows_past and not screen.is_over:  # the output's lines have no times
             scope_text = "of the whole run, not only up to this time"
-            return title, [*column_note, (scope_text if width >= len(scope_text) + 28 else "of the whole run", "wait")]
-        return title, [*column_note, ("the end" if screen.is_over else "following", "dim")]
-    return title, [*column_note, (line_position(tail, output.top), "wait")]
+            return title, [(scope_text if width >= len(scope_text) + 28 else "of the whole run", "wait")]
+        return title, [("the end" if screen.is_over else "following", "dim")]
+    return title, [(line_position(tail, output.top), "wait")]
 
 
 _TRACEBACK_LINE = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
-def shorten_traceback_path(row: Row, width: int, more: str = "…") -> Row:
-    """Return the row; a traceback line of more than `width` cells loses a part of the file's directory.
-
-    The row is unchanged if this would hide a match of the search.
-    """
+def shorten_traceback_path(row: Row, width: int, more: str) -> Row:
+    """Return the row; a traceback line of more than `width` cells loses a part of the file's directory."""
     text = plain_text(row)
     excess_cells = row_width(row) - width
     match = _TRACEBACK_LINE.match(text) if excess_cells > 0 else None
@@ -239,18 +203,4 @@ def shorten_traceback_path(row: Row, width: int, more: str = "…") -> Row:
     start, end = (span_width(text[:at]) for at in match.span("path"))
     (_, text_style), *_ = crop_row(row, start, end)
     remaining_row = crop_row(row, min(start + excess_cells + len(more), end), row_width(row))
-    short_row: Row = [*crop_row(row, 0, start), (more, text_style), *remaining_row]
-    return short_row if _count_highlighted(short_row) == _count_highlighted(row) else row
-
-
-def _count_highlighted(row: Row) -> int:
-    """Return the number of highlighted characters in a row."""
-    return sum(len(text) for text, text_style in row if text_style == "found")
-
-
-def scroll_sideways(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
-    """Return the rows without their first `left` cells; `more` marks hidden text."""
-    if left <= 0:
-        return list(rows)
-    first_cell = left + span_width(more)
-    return [[(more, "dim"), *crop_row(row, first_cell, width)] if (width := row_width(row)) else [] for row in rows]
+    return [*crop_row(row, 0, start), (more, text_style), *remaining_row]

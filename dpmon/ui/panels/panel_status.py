@@ -118,11 +118,11 @@ def _first_row(
 ) -> tuple[Row, list[_StatusPart]]:
     """Return the first row, with name and state at the left and these parts at the right; and the omitted parts."""
     brand = " dpmon  " if width >= _MIN_BRAND_CELLS else " "
-    prefix: Row = [("FROZEN ", "wait")] if screen.view.is_frozen else []
-    if screen.past is not None:
+    prefix: Row = [("FROZEN ", "wait")] if screen.cursor.is_frozen else []
+    if screen.cursor.is_looking_back:
         ago_text = ""
-        if screen.past.now_ns is not None:
-            age_s = max(screen.past.now_ns - screen.now_ns, 0) / SECOND
+        if not screen.cursor.has_ended:
+            age_s = max(screen.cursor.present_ns - screen.now_ns, 0) / SECOND
             ago_text = f", {age_s:.0f} s ago" if age_s < 59.5 else f", {format_minutes(age_s)} ago"
         prefix = [(f"at {format_elapsed(screen.now_ns)}{ago_text} ", "wait")]
     mark = {"good": style.glyphs.dot, "bad": style.glyphs.cross}.get(activity.style, style.glyphs.ring)
@@ -324,7 +324,7 @@ def _after_end_message(screen: ScreenData) -> Row:
         return [(screen.exit_cause, "bad")]
     if screen.exit_info is None:
         return [("the command has exited; its exit status was not recorded", "wait")]
-    text = "the run has ended" if screen.playing is not None else "the run has ended; this screen stays"
+    text = "the run has ended" if screen.cursor.is_playback else "the run has ended; this screen stays"
     return _invalid_loss_message(screen) or [(text, "dim")]
 
 

@@ -1,0 +1,201 @@
+"""The tables of a run, each declared once: panels, the text report, its page and JSON show their columns.
+
+A new column here is shown in all of them. A fact comes from dpmon.model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dpmon.record.schema import EXPOSED, WAIT
+from dpmon.text.fact_table import BYTES, COUNT, LONG_DURATION, NUMBER, SHARE, TEXT, FactColumn, FactTable, Form
+from dpmon.text.formatting import (
+    format_bytes_of_total,
+    format_count,
+    format_elapsed,
+    format_loss,
+    format_percent,
+    format_samples_per_s,
+)
+
+if TYPE_CHECKING:
+    from dpmon.model.device_memory import DeviceMemory
+    from dpmon.model.device_usage import DeviceUsage
+    from dpmon.model.epoch_progress import Epoch
+    from dpmon.model.layouts import ReplicaStats, StageSizes
+    from dpmon.model.loss_curves import LossCurve
+    from dpmon.model.mode_stats import ModeStats, RankSummary
+    from dpmon.model.run_analysis import RunAnalysis
+    from dpmon.model.stragglers import RankTimes
+    from dpmon.store.step_stats import PhaseStats
+
+_ON_DEVICE, _FLOW = "on device", "received -> returned"
+_DEVICE_MS = "device_median_ms"
+_RATE = Form(format_samples_per_s)
+_LOSS = Form(format_loss)
+_CLOCK = Form(format_elapsed)
+
+
+def _epoch_batches(epoch: Epoch) -> str:
+    length = "" if epoch.length in (None, epoch.batches) else f"/{format_count(epoch.length)}"
+    return format_count(epoch.batches) + length
+
+
+EPOCHS: FactTable[Epoch] = FactTable(
+    FactColumn("epoch", lambda epoch: epoch.epoch, COUNT),
+    (
+        FactColumn("from", lambda epoch: epoch.begin_ns, _CLOCK, on_screen=False),
+        FactColumn("batches", _epoch_batches, Form(str), on_screen=False),
+        FactColumn("took", lambda epoch: epoch.took_ns, LONG_DURATION),
+        FactColumn("evaluation", lambda epoch: epoch.evaluation_ns or None, LONG_DURATION, is_optional=True),
+        FactColumn("gap before", lambda epoch: epoch.pause_ns, LONG_DURATION, is_optional=True),
+    ),
+    ("epoch", "begin_ns", "end_ns", "batches", "length", "evaluation_ns", "pause_ns", "took_ns"),
+)
+
+
+def _lowest_loss(curve: LossCurve) -> float | None:
+    return min((point.low for point in curve.points if point.low is not None), default=None)
+
+
+def _last_loss(curve: LossCurve) -> str:
+    return format_loss(curve.last) + ("" if curve.step is None else f" at step {format_count(curve.step)}")
+
+
+LOSSES: FactTable[LossCurve] = FactTable(
+    FactColumn("backward called at", lambda curve: curve.place, TEXT),
+    (
+        FactColumn("first", lambda curve: curve.first, _LOSS),
+        FactColumn("lowest sampled", _lowest_loss, _LOSS),
+        FactColumn("smoothed", lambda curve: curve.smoothed, _LOSS),
+        FactColumn("last", _last_loss, Form(str)),
+    ),
+)
+
+
+def mode_table(run: RunAnalysis) -> FactTable[ModeStats]:
+    """Return the table of steps by mode. With several processes, its times are those of one; the rest covers all."""
+    return FactTable(
+        FactColumn("mode", lambda stats: stats.mode, TEXT),
+        (
+            FactColumn("steps", lambda stats: run.window.step_counts(stats.kind, stats.mode)[0], COUNT, "steps"),
+            FactColumn("times of", lambda stats: stats.process_name, Form(str), is_optional=True),
+            FactColumn("median", lambda stats: stats.median_ns, member="median_ms"),
+            FactColumn("p95", lambda stats: stats.p95_ns, member="p95_ms"),
+            FactColumn("samples/s", lambda stats: stats.rate, _RATE),
+        ),
+        ("virtual", "process"),
+    )
+
+
+PHASES: FactTable[PhaseStats] = FactTable(
+    FactColumn("phase", lambda phase: phase.name, TEXT),
+    (
+        FactColumn("share", lambda phase: phase.share, SHARE, "share"),
+        FactColumn("median", lambda phase: phase.median_ns, member="median_ms"),
+        FactColumn("p95", lambda phase: phase.p95_ns, member="p95_ms"),
+        FactColumn(_ON_DEVICE, lambda phase: phase.device_ns, member=_DEVICE_MS, short="device", is_optional=True),
+    ),
+)
+REPLICAS: FactTable[ReplicaStats] = FactTable(
+    FactColumn("", lambda replica: replica.label, TEXT),
+    (
+        FactColumn("device", lambda replica: replica.device, TEXT),
+        FactColumn("calls", lambda replica: replica.calls, COUNT),
+        FactColumn("median", lambda replica: replica.time.median, member="median_ms"),
+        FactColumn("p95", lambda replica: replica.time.quantile(0.95), member="p95_ms"),
+        FactColumn(
+            _ON_DEVICE,
+            lambda replica: replica.on_device.median,
+            member=_DEVICE_MS,
+            why=lambda replica: replica.untimed,
+            is_optional=True,
+        ),
+        FactColumn(_FLOW, lambda replica: replica.flow, TEXT),
+    ),
+    ("mode", "root", "replica", "device", "virtual", "calls", "rows", "device_calls"),
+)
+STAGES: FactTable[StageSizes] = FactTable(
+    FactColumn("", lambda stage: f"{stage.root} {stage.stage}", TEXT),
+    (
+        FactColumn("device", lambda stage: stage.device, TEXT),
+        FactColumn("calls", lambda stage: stage.calls, COUNT),
+        FactColumn("host time", lambda stage: stage.time.median, member="median_ms"),
+        FactColumn(
+            _ON_DEVICE,
+            lambda stage: stage.on_device.median,
+            member=_DEVICE_MS,
+            why=lambda stage: stage.untimed,
+            is_optional=True,
+        ),
+        FactColumn(f"parts: {_FLOW}", lambda stage: stage.flow, TEXT),
+    ),
+    ("root", "stage", "device", "parts", "inputs", "outputs", "calls", "device_calls"),
+)
+RANKS: FactTable[RankSummary] = FactTable(
+    FactColumn("", lambda rank: rank.label, TEXT),
+    (
+        FactColumn("device", lambda rank: rank.device, TEXT),
+        FactColumn("steps", lambda rank: rank.steps, COUNT),
+        FactColumn("calls", lambda rank: rank.calls, COUNT),
+        FactColumn("step", lambda rank: rank.median_ns),
+        FactColumn("samples/s", lambda rank: rank.rate, _RATE),
+        FactColumn(
+            f"forward {_ON_DEVICE}",
+            lambda rank: rank.forward_ns,
+            member="forward_device_median_ms",
+            why=lambda rank: rank.untimed,
+            is_optional=True,
+        ),
+        FactColumn(_FLOW, lambda rank: rank.flow, TEXT),
+    ),
+    ("process", "rank", "node", "world", "device", "inputs", "outputs", "calls", "steps", "median_ns"),
+)
+
+
+def _phase(name: str) -> Callable[[RankTimes], float | None]:
+    return lambda rank: rank.phases.get(name)
+
+
+RANK_TIMES: FactTable[RankTimes] = FactTable(
+    FactColumn("rank", lambda rank: rank.rank, COUNT),
+    (
+        FactColumn("data", _phase("data"), member="data_ms"),
+        FactColumn("forward", _phase("forward"), member="forward_ms", short="forw"),
+        FactColumn("backward", _phase("backward"), member="backward_ms", short="back"),
+        FactColumn(EXPOSED, lambda rank: rank.exposed_ns, member="exposed_ms", short="expos"),
+        FactColumn(WAIT, lambda rank: rank.wait_ns, member="wait_ms"),
+        FactColumn(
+            "slowest in", lambda rank: rank.slowest / rank.joined if rank.joined else None, SHARE, on_screen=False
+        ),
+    ),
+)
+MEMORY: FactTable[DeviceMemory] = FactTable(
+    FactColumn("", lambda memory: memory.label, TEXT),
+    (
+        FactColumn("model", lambda memory: memory.model, BYTES, "model_bytes"),
+        FactColumn("gradients", lambda memory: memory.gradients, BYTES, "gradients_bytes", short="grads"),
+        FactColumn("optimizer", lambda memory: memory.optimizer, BYTES, "optimizer_bytes", short="optim"),
+        FactColumn("rest", lambda memory: memory.rest, BYTES, "rest_bytes"),
+        FactColumn("peak", lambda memory: memory.peak, BYTES, "peak_bytes"),
+    ),
+    ("device", "processes"),
+)
+DEVICES: FactTable[DeviceUsage] = FactTable(
+    FactColumn("", lambda device: device.name, TEXT),
+    (
+        FactColumn("use", lambda device: device.util_median, Form(lambda pct: format_percent(pct / 100))),
+        FactColumn(
+            "max. memory", lambda device: format_bytes_of_total(device.mem_used_max, device.mem_total), Form(str)
+        ),
+        FactColumn("this run", lambda device: device.mem_run_max, BYTES),
+        FactColumn("°C", lambda device: device.temperature_max, NUMBER),
+        FactColumn("W", lambda device: device.power_max, NUMBER),
+        FactColumn("", lambda device: "not used by this run" if device.of_run is False else "", TEXT),
+    ),
+    (
+        *("index", "name", "uuid", "called", "of_run", "samples", "util_median", "mem_used_max", "mem_run_max"),
+        *("mem_total", "temperature_max", "power_max", "throttled"),
+    ),
+)

@@ -32,7 +32,6 @@ from rich.segment import Segment, Segments
 from textual.pilot import Pilot
 
 from dpmon.run.run_registry import find_run
-from dpmon.text.cells import span_width
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, row_width
@@ -81,20 +80,24 @@ class Stage:
 
 def add_labels(rows: Sequence[Row], labels: Sequence[str]) -> list[Row]:
     """Return the rows with a margin on both sides; the row of each label has its number on the label's side."""
-    width = max(sum(span_width(text) for text, _ in row) for row in rows)
+    width = max(map(row_width, rows))
     lines = ["".join(text for text, _ in row) for row in rows]
     margins = {False: [""] * len(rows), True: [""] * len(rows)}
     for number, label in enumerate(labels, start=1):
         y = next((index for index, line in enumerate(lines) if label in line), None)
         if y is None:
             raise SystemExit(f"{label} is not on the screen:\n" + "\n".join(lines))
-        is_right = span_width(lines[y].partition(label)[0]) >= width // 2 - 1
+        is_right = lines[y].index(label) >= width // 2 - 1
         margins[is_right][y] = str(number)
     labeled = []
-    for row, line, left, right in zip(rows, lines, margins[False], margins[True], strict=True):
-        padding = (" " * (width - span_width(line)), "")
-        labeled.append([(f"{left:>2}", "key"), (" ", ""), *row, padding, (" ", ""), (f"{right:<2}", "key")])
+    for row, left, right in zip(rows, margins[False], margins[True], strict=True):
+        padding = (" " * (width - row_width(row)), "")
+        labeled.append([*_label(left), (" ", ""), *row, padding, (" ", ""), *_label(right)])
     return labeled
+
+
+def _label(number: str) -> Row:
+    return [(f"{number:>2} ", "found" if number else "")]
 
 
 Act = Callable[[Stage], Awaitable[None]]

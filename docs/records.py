@@ -1,24 +1,26 @@
 """The reference of records and of the JSON of all commands: `python docs/records.py > docs/records.md`.
 
-Records come from dpmon.record, and so do the members of classes that become JSON as they are; for these, this file has
-only the meanings, and a field without one is an error. A test compares the other members with what the commands print.
+Records come from dpmon.record, and members of JSON from the tables and classes that declare them; this file says what
+they mean, where the name does not. A test compares the other members with what the commands print.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping
 from textwrap import fill
-
-from dpmon.cli.doctor.local_checks import Check
+from typing import Any
 
 from dpmon.cli.commands import ListedRun
+from dpmon.cli.doctor import Check
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.record import schema
 from dpmon.record.record_specs import RECORDS, FieldSpec, RecordSpec
-from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.report.health import Health
+from dpmon.report.report_json import rank_time_members
+from dpmon.report.tables import DEVICES, EPOCHS, MEMORY, PHASES, RANKS, REPLICAS, STAGES, mode_table
+from dpmon.store.step_stats import rate_to_json
+from dpmon.text.fact_table import FactTable, fields_of
 
 WIDTH = 120
 
@@ -31,22 +33,35 @@ def item(names: Iterable[str], meaning: str = "") -> str:
     )
 
 
-def items(prefix: str, owner: type, meanings: Mapping[str, str]) -> str:
-    """Return an entry for each declared field of a class. SystemExit if fields and meanings differ."""
-    fields: Sequence[str] = owner._fields  # type: ignore[attr-defined]
-    wrong = set(fields) ^ {name.removesuffix("[]") for name in meanings}
-    if wrong:
-        raise SystemExit(f"{owner.__name__} and its meanings differ in {', '.join(sorted(wrong))}")
-    names = {name.removesuffix("[]"): name for name in meanings}
-    in_order = [names[field] for field in fields]
-    entries = []
-    for has_meaning, group in groupby(in_order, key=lambda name: meanings[name] != ""):
-        listed = [prefix + name for name in group]
-        if has_meaning:
-            entries += [item((name,), meanings[name.removeprefix(prefix)]) for name in listed]
-        else:
-            entries.append(item(listed))
+def items(prefix: str, members: Iterable[str], meaning: str = "", own: Mapping[str, str] | None = None) -> str:
+    """Return entries for the declared members of an object: those with one meaning together, and those with their own.
+
+    SystemExit if `own` has a name that is not a member.
+    """
+    own, names = own or {}, list(dict.fromkeys(members))
+    if wrong := own.keys() - names:
+        raise SystemExit(f"{prefix}: there is no {', '.join(sorted(wrong))}")
+    shared = sorted((name + _INSIDE.get(name, "") for name in names if name not in own), key=lambda name: "*" in name)
+    entries = [item([prefix + shared[0], *((f".{name}" if prefix else name) for name in shared[1:])], meaning)]
+    entries += [item([prefix + name + _INSIDE.get(name, "")], text) for name, text in own.items()]
     return "\n".join(entries)
+
+
+def members_of(table: FactTable[Any]) -> list[str]:
+    """Return the members of an object in JSON that a table makes of a row."""
+    names = [*fields_of(_Unknown(), *table.fields), *(column.member for column in table.columns if column.member)]
+    return [*names, "absent"] if any(column.why is not None for column in table.columns) else names
+
+
+class _Unknown:
+    """A fact of which nothing is known."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+_INSIDE = {"absent": ".*", "throttled": ".*", "job": ".*", "parts": "[]", "machines": "[]", "command": "[]"}
+"""What follows the name of a member that is a list or an object."""
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -80,7 +95,7 @@ _QUANTITIES = """\
 
 These are members of `step`, too.
 """
-_QUANTITY_NAMES = {quantity.name for quantity in QUANTITIES}
+_QUANTITY_NAMES = {quantity.name for quantity in schema.QUANTITIES}
 
 
 def _common_fields() -> dict[str, FieldSpec]:
@@ -108,13 +123,14 @@ def _field(field: FieldSpec) -> str:
 
 
 def _phases() -> str:
-    names = {phase.name: f"{phase.display_name} on the screen: " for phase in PHASES if phase.label}
-    return _lines(item((phase.name,), names.get(phase.name, "") + phase.meaning) for phase in PHASES)
+    names = {phase.name: f"{phase.display_name} on the screen: " for phase in schema.PHASES if phase.label}
+    return _lines(item((phase.name,), names.get(phase.name, "") + phase.meaning) for phase in schema.PHASES)
 
 
 def _quantities() -> str:
     return _lines(
-        item((each.name,), f"{each.meaning}; `dpmon_{each.metric}`; missing if {each.absent}") for each in QUANTITIES
+        item((each.name,), f"{each.meaning}; `dpmon_{each.metric}`; missing if {each.absent}")
+        for each in schema.QUANTITIES
     )
 
 
@@ -124,51 +140,38 @@ def _lines(entries: Iterable[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ JSON of commands
 
-_PROCESS = {"process": "", "rank": "", "world": "number of ranks", "pid": "", "python": "", "torch": ""}
 _FINDING = {
-    "kind": "[its name](reports-and-exports.md#findings)",
-    "text": "what was found",
     "ground": "the measurements",
-    "advice": "what to do",
-    "weight": "importance",
     "saves_s": "the most of `elapsed_s` that is saved if the cause disappears; null if no bound is reliable",
-    "elapsed_s": "the elapsed time of the run",
 }
 _HEALTH = {
-    "state": "the [state](stuck.md#the-state-of-a-run), or `elsewhere`",
-    "since_s": "when it began",
-    "reason": "why",
-    "remedy": "what to do",
     "end": "how the run ended, as in `dpmon ls`; null while it is live",
+    "fine": "whether it is training, evaluating or waiting for data",
 }
 _LISTED_RUN = {
-    "id": "",
-    "name": "",
     "state": "the [state](stuck.md#the-state-of-a-run), `ending`, `finished`, `stopped`, `failed`, `killed` (by a "
     "signal), `interrupted` (SIGINT), `ended` (status unknown), `unsupervised` (dpmon's background process was "
     "killed), `elsewhere` (on another node) or `lost` (ended without a record of its end)",
     "kept": "whether `dpmon keep` protects it",
-    "started_unix": "",
     "seconds": "how long it took so far",
     "steps": "training steps of the process with the most; null while the end of a step is not known",
-    "updates": "",
-    "evaluation_steps": "",
     "evaluation_word": "`evaluation`, or `without gradients` if these steps precede nearly every update",
-    "open_calls": "",
-    "samples_per_s": "",
-    "status": "",
-    "signal": "",
     "unknown": "why the status is unknown",
     "cause": "why it failed",
     "standing": "why it is not training: what it does before the first step, or where each rank is",
     "unreadable": "why its history cannot be read",
     "job": "its [job](machines.md#which-runs-are-one-job): `by` (`slurm`, `torchelastic`, `master`) and `id`, or null",
     "node": "the number of this node in the job",
-    "machines[]": "the nodes that a [mirror](machines.md) reads; empty for other runs",
-    "command[]": "",
-    "directory": "",
+    "machines": "the nodes that a [mirror](machines.md) reads; empty for other runs",
 }
-_CHECK = {"name": "", "state": "`ok`, `warning` or `problem`", "found": "", "remedy": "null if ok"}
+_EPOCH = {"length": "batches of its loader", "pause_s": "other time since the epoch before"}
+_MODE = ("mode", "step_kind", "rank", "process_steps", "process_updates")
+_MODE_OF = {"process": "the process of the times, of `process_steps` and of `process_updates`"}
+_ANY_RUN: Any = _Unknown()
+_RANK = {"forward_device_median_ms": "the forward on the slowest device"}
+_WAITS = {"joined_steps": "steps compared with other ranks", "slowest": "how often the others waited for it"}
+_DEVICE = {"called": "its name in torch", "throttled": "samples in which it was throttled, by reason"}
+_CHECK = {"state": "`ok`, `warning` or `problem`", "remedy": "null if ok"}
 _JSON = f"""\
 ## JSON of commands
 
@@ -196,81 +199,64 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `run.id`, `.name`, `.directory`, `.script`, `.command[]`, `.cwd`, `.python`, `.started_unix`, `.versions.*`: the run
   and what was started; [secrets](getting-started.md#where-runs-are-kept) are `***`
 - `end.state`, `.status`, `.signal`, `.error`, `.seconds`: how it ended, as in `dpmon ls`
-{items("processes[].", ProcessInfo, _PROCESS)}
+- `processes[].process`, `.rank`, `.world`, `.pid`, `.python`, `.torch`: `world` is the number of ranks
 - `steps`, `calls`, `updates`, `open_calls`
 - `dropped`, `pruned`: records that were lost, and that were deleted because of their age
 - `nothing`: why there is no step and no call
 - `stalls[].since_s`, `.end_s`, `.text`: a [stall](stuck.md); its end is null if the run ended in it
-- `modes[]`, `evaluations[]`: statistics of the steps of the main kind (training, or the most frequent one), by mode;
-  and of other kinds, with the same members
-- `modes[].mode`, `.virtual`, `.step_kind`, `.steps`, `.steps_per_s`, `.samples_per_s`, `.steps_per_s_within_steps`,
-  `.samples_per_s_within_steps`, `.uncounted_steps`
-- `modes[].process`, `.rank`, `.process_steps`, `.process_updates`: the process of the members below
-- `modes[].median_ms`, `.p95_ms`: of a step
-- `modes[].phases.*.share`, `.median_ms`, `.p95_ms`, `.count`, `.device_median_ms`, `.device_count`: share of all step
-  time; `count` is the number of steps in which the phase ran
+- `modes[]`, `evaluations[]`: statistics by mode of the main kind of steps (usually training), and of other kinds, with
+  the same members
+{items("modes[].", [*_MODE, *rate_to_json(None), *members_of(mode_table(_ANY_RUN))], own=_MODE_OF)}
+{items("modes[].phases.*.", [*members_of(PHASES), "count", "device_count"], "by phase; `count` steps had it")}
 - `modes[].quantities.*.sum`, `.steps`: the total, and the number of steps with a value
 - `elapsed.startup_s`, `.training_s`, `.evaluation_s`, `.forward_only_s`, `.between_s`, `.paused_s`, `.input_s`,
   `.stalled_s`, `.missed_s`, `.ending_s`: where the time went (`missed_s`: not recorded); means of ranks
 - `elapsed.gaps[].process`, `.after_step`, `.t_s`, `.seconds`: the longest times between two steps
 - `progress.epoch`, `.batch`, `.batches`, `.left_s`, `.error_s`, `.text`, `.absent.*`: the last
   [epoch](screen.md#progress), without the time left
-- `epochs[].epoch`, `.t_s`, `.end_s`, `.seconds`, `.batches`, `.length`: an epoch: its batches so far, and those of
-  the loader
-- `epochs[].evaluation_s`, `.pause_s`: evaluation in and after it; other time since the epoch before
+{items("epochs[].", members_of(EPOCHS), "an epoch", _EPOCH)}
 - `losses[].process`, `.place`, `.loss`, `.smoothed`, `.step`, `.t_s`, `.absent.*`: the newest
   [loss](tracing.md#losses) at a line that calls backward
-- `losses[].points[].t_s`, `.values`, `.low`, `.mean`, `.high`, `.unfit`: a part of the run: numbers of finite
-  (`values`) and other (`unfit`) values, and the range of the finite ones
+- `losses[].points[].t_s`, `.values`, `.low`, `.mean`, `.high`, `.unfit`: a part of the run: numbers of finite and other
+  (`unfit`) values, and the range of the finite ones
 - `losses[].width_s`: length of these parts
-{items("findings[].", Finding, _FINDING)}
-- `replicas[].mode`, `.root`, `.device`, `.replica`, `.calls`, `.rows`, `.virtual`, `.median_ms`, `.p95_ms`,
-  `.device_median_ms`, `.device_calls`, `.absent.*`: a replica, its typical rows, and the time of its forward
+{items("findings[].", Finding._fields, "[a finding](reports-and-exports.md#findings)", _FINDING)}
+{items("replicas[].", members_of(REPLICAS), "a replica, its typical rows, and the time of its forward")}
 - `sizes[].mode`, `.root`, `.device`, `.replica`, `.inputs`, `.outputs`, `.step_kind`, `.calls`, `.evaluations`: one
   of its sizes, and the calls with it
-- `ranks[].process`, `.rank`, `.node`, `.world`, `.device`, `.inputs`, `.outputs`, `.calls`, `.steps`, `.median_ms`,
-  `.steps_per_s`, `.samples_per_s`, `.steps_per_s_within_steps`, `.samples_per_s_within_steps`, `.uncounted_steps`
-- `ranks[].forward_device_median_ms`, `.absent.*`: the forward on the slowest device
-- `ranks[].data_ms`, `.forward_ms`, `.backward_ms`, `.exposed_ms`, `.wait_ms`: means per step, or [per
-  update](ddp.md#gradient-accumulation)
-- `ranks[].joined_steps`, `.slowest`: steps compared with other ranks; how often the others waited for this one
+{items("ranks[].", [*members_of(RANKS), *rate_to_json(None)], own=_RANK)}
+{items("ranks[].", rank_time_members(None), "means per step, or [per update](ddp.md#gradient-accumulation)", _WAITS)}
 - `communication`: null if no ranks train together
 - `communication.exposed_ms`, `.exposed_share`, `.wait_ms`, `.wait_share`, `.joined_steps`, `.missing`: means per step
   or update over the ranks, without the straggler's wait
 - `communication.synced`, `.unsynced`: backward passes per step or update that average gradients, and others
 - `communication.straggler`: the rank that the others wait for, or null
 - `communication.straggler.process`, `.rank`, `.ranks[]`: `ranks` are all that are equally slow
-- `communication.straggler.excess_ms`, `.share`, `.slowest`, `.steps`: its cost per step or update; in how many of the
-  steps it was the slowest
+- `communication.straggler.excess_ms`, `.share`, `.slowest`, `.steps`: its cost; in how many of the steps it was the
+  slowest
 - `communication.straggler.phase`, `.own_ms`, `.others_ms`, `.sentence`: the slow phase, here and on the others
 - `communication.torch`: torch's own times of one iteration, or null
-- `communication.torch.process`, `.iteration`, `.comm_ms`, `.overlap_ms`, `.absent.*`: the communication, and the part
-  of it during the backward pass
+- `communication.torch.process`, `.iteration`, `.comm_ms`, `.overlap_ms`, `.absent.*`: as in the record [`ddp`](#ddp)
 - `communication.sampled.samples`, `.one_in`, `.absent`: number of samples, and their interval
 - `communication.sampled.operations[].name`, `.size`, `.collectives`, `.bytes`: `size` is the number of ranks
 - `communication.wrappers[].*`: as in the record [`ddp`](#ddp)
-- `stages[].root`, `.stage`, `.device`, `.parts[]`, `.calls`, `.inputs`, `.outputs`, `.median_ms`,
-  `.device_median_ms`, `.device_calls`, `.absent.*`
-- `devices[].index`, `.name`, `.uuid`, `.called`, `.of_run`, `.samples`: a GPU; `called` is its name in torch
-- `devices[].util_median_pct`, `.mem_used_max_bytes`, `.mem_run_max_bytes`, `.mem_total_bytes`, `.temperature_max_c`,
-  `.power_max_w`
-- `devices[].throttled.*`: samples in which it was throttled, by reason
+{items("stages[].", members_of(STAGES))}
+{items("devices[].", members_of(DEVICES), "a GPU over the run", _DEVICE)}
 - `gpu_absent`: why there are no GPUs
 - `host`: null with several nodes
 - `host.samples`, `.cpu_median_pct`, `.mem_used_max_bytes`, `.mem_total_bytes`
 - `host.cpus`, `.others_cpus`, `.run_cpus`, `.load`: CPU cores; medians of those in use by others and by the run
-- `memory[].device`, `.model_bytes`, `.gradients_bytes`, `.optimizer_bytes`, `.rest_bytes`, `.peak_bytes`, `.absent.*`
-- `memory[].processes`, `.known.*`: the processes, and how many of them each sum covers
+{items("memory[].", [*members_of(MEMORY), "absent"])}
+- `memory[].known.*`: how many of the processes each sum covers
 - `compared`: dp vs. single; null unless both ran
-- `compared.speedup`, `.low`, `.high`, `.efficiency`: how many times faster dp is, its 95% interval, per
-  device, and by mean steps
+- `compared.speedup`, `.low`, `.high`, `.efficiency`: how many times faster dp is, its 95% interval, and per device
 - `compared.outcome`, `.sentence`, `.missing`: `faster`, `slower` or `even`
 - `compared.steps.*`: compared steps by mode
 - `mode_changes[].process`, `.root`, `.t_s`, `.step`, `.mode`, `.requested_by`, `.devices[]`, `.virtual`, `.reason`,
   `.refused`: as in the record [`mode`](#mode)
 - `pauses[].process`, `.step`, `.t_s`, `.seconds`, `.reason`, `.refused`, `.on`: `on` if it had not ended
-- `paused.times`, `.seconds`, `.unended`, `.on`, `.alone_s`: all pauses; `unended` have no recorded end; `alone_s` is
-  the time in which only some processes were paused
+- `paused.times`, `.seconds`, `.unended`, `.on`, `.alone_s`: all pauses; `unended` without a recorded end;
+  `alone_s`: only some processes were paused
 - `inputs[].process`, `.t_s`, `.seconds`: waits for a line of input
 - `warnings[]`
 - `time.width_s`: length of a part
@@ -313,7 +299,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 
 An object per line for each run, the newest last.
 
-{items("", ListedRun, _LISTED_RUN)}
+{items("", ListedRun._fields, own=_LISTED_RUN)}
 
 ### dpmon status --json
 
@@ -342,7 +328,7 @@ With `--all`, `schema` and `runs[]`. It has the members of a line of [`dpmon --j
 ### dpmon doctor --json
 
 - `state`: the worst of the checks
-{items("checks[].", Check, _CHECK)}
+{items("checks[].", Check._fields, own=_CHECK)}
 
 ### dpmon --json
 
@@ -350,8 +336,7 @@ An object per line. `kind` is `status`; `message`, with a `text` of dpmon; or, i
 `t_s`, `status` and `signal`. `skipped` is the number of lines before it that nobody read in time. A `status` has:
 
 - `run`, `t_s`, `state`
-{items("health.", Health, _HEALTH)}
-- `health.fine`: whether it is training, evaluating or waiting for data
+{items("health.", Health("", None).fields(), "the [state](stuck.md#the-state-of-a-run) or `elsewhere`", _HEALTH)}
 - `process`, `rank`: the process of the members below, except the rates
 - `step`, `step_kind`, `mode`, `virtual`: its last training step; without training, its last step
 - `steps`, `updates`: its training steps so far

@@ -213,12 +213,12 @@ _LOSS_FIELDS = (
 )
 _DEVICE_FIELDS = (
     _T_S,
-    _integer("index", "NVML's number, which may differ from CUDA's: see ordinals"),
+    _integer("index", "NVML's number, which may differ from CUDA's"),
     _text("uuid", "its UUID"),
     _text("name", "its name"),
     _boolean("of_run", "whether processes of the run hold memory on it"),
-    _boolean("visible", "whether the command's CUDA_VISIBLE_DEVICES lets CUDA see it"),
-    _list("ordinals", "torch's name for it in each process of the run: process, device"),
+    _boolean("visible", "whether CUDA_VISIBLE_DEVICES lets the command see it"),
+    _list("ordinals", "its name in torch in each process: process, device"),
     FieldSpec(
         "integer",
         "%",
@@ -230,8 +230,8 @@ _DEVICE_FIELDS = (
     _bytes("mem_total_bytes", "memory of the GPU", metric="device_memory_total_bytes"),
     _bytes("mem_reserved_bytes", "memory reserved by the driver"),
     _bytes("mem_run_bytes", "memory that the run's processes hold on the GPU", metric="device_memory_run_bytes"),
-    _bytes("mem_others_bytes", "memory that other processes hold on the GPU"),
-    _bytes("mem_torch_bytes", "memory that torch's allocators in the run's processes reserve"),
+    _bytes("mem_others_bytes", "memory of other processes"),
+    _bytes("mem_torch_bytes", "memory that torch's allocators reserve"),
     FieldSpec(
         "integer", "degrees Celsius", "temperature_c", "temperature of the GPU", metric="device_temperature_celsius"
     ),
@@ -241,7 +241,7 @@ _DEVICE_FIELDS = (
     FieldSpec("number", "J", "energy_j", "energy since the driver was loaded"),
     FieldSpec("integer", "MHz", "sm_clock_mhz", "clock of the GPU's multiprocessors", metric="device_sm_clock_hertz"),
     FieldSpec("integer", "MHz", "mem_clock_mhz", "clock of its memory"),
-    _list("throttle", "reasons for throttling, in words; empty if the GPU is not throttled"),
+    _list("throttle", "reasons for throttling, in words"),
     FieldSpec("integer", "%", "fan_pct", "speed of its fan"),
     _bytes_per_s("pcie_rx_bytes_s", "data received over PCIe"),
     _bytes_per_s("pcie_tx_bytes_s", "data sent over PCIe"),
@@ -258,7 +258,7 @@ _DEVICE_FIELDS = (
     _percent("sm_active_pct", "share of its multiprocessors that were busy (Hopper and later)"),
     _percent("tensor_active_pct", "share of the time in which its tensor cores worked"),
     _percent("dram_active_pct", "share of the time in which its memory was read or written"),
-    _list("processes", "processes with the most memory, those of the run first: pid, mem_bytes, of_run"),
+    _list("processes", "those with the most memory, the run's first: pid, mem_bytes, of_run"),
     _integer("process_count", "number of processes that use it"),
     _ABSENT,
 )
@@ -287,13 +287,13 @@ _MEMORY_FIELDS = (
     _bytes("model_bytes", "parameters and buffers", columns=()),
     _bytes("gradients_bytes", "gradients", columns=()),
     _bytes("optimizer_bytes", "states of the optimizers", columns=()),
-    _bytes("rest_bytes", "the rest of the allocated memory: activations and similar tensors", columns=()),
+    _bytes("rest_bytes", "the rest of the allocated memory, such as activations", columns=()),
     _bytes("allocated_bytes", "memory handed out by torch's allocator", columns=()),
     _bytes("reserved_bytes", "memory that the allocator has reserved on the GPU", columns=()),
     _bytes("peak_bytes", "peak of the allocated memory", columns=()),
     _text("uuid", "the GPU's UUID", columns=()),
-    _bytes("inactive_split_bytes", "free parts of blocks that are in use: fragments", columns=()),
-    _integer("alloc_retries", "number of allocations that failed until cached memory was freed", columns=()),
+    _bytes("inactive_split_bytes", "fragments: free parts of blocks in use", columns=()),
+    _integer("alloc_retries", "allocations that failed until cached memory was freed", columns=()),
     _integer("ooms", "number of out-of-memory errors", columns=()),
     _ABSENT,
 )
@@ -307,7 +307,7 @@ _MODE_FIELDS = (
     _DEVICES,
     _boolean("virtual", "whether replicas share a device"),
     _text("reason", "the reason for this mode"),
-    _text("refused", "why the requested mode was refused (`mode` is the one that stays); null if it was not"),
+    _text("refused", "why the request was refused (`mode` is the one that stays)"),
     _ABSENT,
 )
 _PAUSE_FIELDS = (
@@ -315,24 +315,22 @@ _PAUSE_FIELDS = (
     _integer("step", "the step before the pause"),
     _boolean("paused", "whether a pause starts here"),
     _seconds("paused_s", "length of the pause; null at its start"),
-    _text("reason", "why the training resumed by itself; null if the user resumed it"),
-    _text("refused", "why the request was refused; null if it was not"),
+    _text("reason", "why the training resumed by itself"),
+    _text("refused", "why the request was refused"),
 )
 _INPUT_FIELDS = (_integer("pid", "the process that waited"), _T_S, _seconds("waited_s", "how long it waited"))
 _STALL_FIELDS = (
     _T_S,
-    _seconds("since_s", "time of the last progress since the run's start, in all records of the stall"),
+    _seconds("since_s", "time of the last progress"),
     _seconds("lasted_s", "length of the stall; missing at its start"),
-    _text("text", "where each rank is, and which ranks wait for others"),
+    _text("text", "where each rank is"),
     _list(
         "ranks",
-        "one object for each rank, those that the others wait for first: process, node (if the run has several), rank, "
-        "pid, step (its last one), doing, for_s (for how long), waits (whether it waits for another rank), apart "
-        "(whether it is not involved in the stall), words, place (file and line of the script), function, inside (the "
-        "function of torch or of a package that it is in), state (of the process), cpu (cores in use), groups (for each"
-        " process group its identity, its ranks and the number of collectives that the rank has started, null if the "
-        "backend does not count them), stacks, why_no_stack, gpus (torch's name, util_pct and power_w of each of its "
-        "GPUs); missing at its end",
+        "each rank, those that the others wait for first: process, node, rank, pid, step (its last one), doing, for_s, "
+        "waits (whether for another rank), apart (whether not involved in the stall), words, place (file and line), "
+        "function, inside (the function of torch or of a package), state (of the process), cpu (cores in use), groups "
+        "(of each process group its identity, its ranks and the number of started collectives), stacks, why_no_stack, "
+        "gpus (torch's name, util_pct, power_w); missing at its end",
     ),
 )
 _LOADER_FIELDS = (
@@ -341,13 +339,13 @@ _LOADER_FIELDS = (
     _integer("batches", "number of batches"),
     _integer("workers", "number of worker processes"),
     _boolean("persistent", "whether the workers stay for the next start"),
-    _boolean("pinned", "whether the loader copies its batches to pinned memory"),
+    _boolean("pinned", "whether batches are copied to pinned memory"),
     _integer("batch_size", "rows of a full batch; null if a sampler or the dataset makes the batches"),
-    _boolean("distributed", "whether a DistributedSampler gives this rank its part of the dataset"),
-    _integer("start", "the number of this start among those of the same DataLoader object, from 1"),
-    _integer("loop", "the number of this start among those of all loaders of the process, from 1"),
+    _boolean("distributed", "whether it has a DistributedSampler"),
+    _integer("start", "the number of this start of the DataLoader object, from 1"),
+    _integer("loop", "the number of this start of any loader in the process, from 1"),
     _integer("dataset", "the number of the dataset object in the process, from 1"),
-    _seconds("iter_s", "duration of the loader's __iter__, which starts the workers"),
+    _seconds("iter_s", "duration of __iter__, which starts the workers"),
     _ABSENT,
 )
 _DDP_FIELDS = (
@@ -368,7 +366,7 @@ _DDP_FIELDS = (
         metric="ddp_unused_bytes",
     ),
     _boolean("gradient_as_bucket_view", "whether gradients are views of the buckets"),
-    _boolean("static_graph", "whether the script promises that all steps use the same graph"),
+    _boolean("static_graph", "whether all steps use the same graph"),
     _text("comm_hook", "the name of its communication hook; null if it has none"),
     _boolean("broadcast_buffers", "whether the first rank sends its buffers in every forward"),
     _boolean("sync_batch_norm", "whether it has a SyncBatchNorm, which makes ranks wait in the forward"),
@@ -408,7 +406,7 @@ _OOM_FIELDS = (
     _bytes("free_bytes", "free memory of the GPU"),
     _bytes("allocated_bytes", "memory handed out by torch's allocator"),
     _bytes("reserved_bytes", "memory that the allocator had reserved on the GPU"),
-    _bytes("inactive_split_bytes", "free parts of blocks that were in use: fragments"),
+    _bytes("inactive_split_bytes", "fragments: free parts of blocks in use"),
 )
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),

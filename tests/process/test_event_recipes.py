@@ -51,9 +51,8 @@ class Service:
         self.requests: list[tuple[str, str]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.address = f"http://127.0.0.1:{self.server.server_port}/hook"
-        for name in ("mail", "apprise"):
-            (place / name).write_text(STAND_IN)
-            (place / name).chmod(0o755)
+        (place / "mail").write_text(STAND_IN)
+        (place / "mail").chmod(0o755)
 
     def handler(self) -> type[BaseHTTPRequestHandler]:
         """A handler of requests that notes path and body."""
@@ -132,17 +131,6 @@ def test_a_webhook_gets_the_sentence(service: Service) -> None:
     service.run(script("Slack"), *KINDS)
     assert [path for path, _ in service.requests] == ["/hook", "/hook"]
     assert json.loads(service.requests[0][1]) == {"text": f"train-3f2a: {STALL}"}
-
-
-def test_a_service_for_messages_gets_the_event(service: Service) -> None:
-    service.run(script("ntfy"), *KINDS)
-    assert [json.loads(body)["type"] for _, body in service.requests] == list(KINDS[1:])
-
-
-def test_apprise_gets_title_and_text(service: Service) -> None:
-    service.run(script("Apprise"), *KINDS)
-    wanted = [f"apprise\n-t\ntrain-3f2a: {kind}\n-b\n{STALL}\n" for kind in KINDS[1:]]
-    assert service.called == "".join(wanted)
 
 
 def test_mail_is_sent_if_something_is_wrong(service: Service) -> None:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dpmon.cli.messages import format_error
+from dpmon.cli.messages import format_error, print_closing_summary
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import ExitInfo, record_stop_request
 from dpmon.run.run_registry import short_name
@@ -158,8 +158,8 @@ class HeadlessRun:
 
         return ProgressReporter(self._reader)
 
-    def run_until_end(self, guard: SupervisorGuard | None = None, early_signals: Sequence[int] = ()) -> ExitInfo | None:
-        """Copy and report until the run has ended; return how it ended, None if unknown.
+    def run_until_end(self, guard: SupervisorGuard | None = None, early_signals: Sequence[int] = ()) -> int:
+        """Copy and report until the run has ended, and print its summary; return its status, 2 if unknown.
 
         `guard` watches the supervisor that this process started; None to follow an existing run. `early_signals`:
         signals received before this call.
@@ -184,7 +184,8 @@ class HeadlessRun:
                     self._drain_output()
                     if self._status_stream is not None:
                         self._report_errors_once("last line of JSON", self._status_stream.write_final, exit_info)
-                    return exit_info
+                    print_line = None if self._speaks_json else self.print_message
+                    return print_closing_summary(self._directory, exit_info, print_line)
                 if self._status_stream is not None:
                     self._report_errors_once("line of JSON", self._status_stream.write_if_due, now)
             copied = [self._copy_output(stream) for stream in self._streams]

@@ -20,7 +20,6 @@ from dpmon.record.shared_names import hide_secrets
 from dpmon.run import proc
 from dpmon.run.lifecycle import EVENTS_FILE, is_locked, wait_until
 from dpmon.run.output_target import check_replaceable
-from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run, short_name
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     json_target = open_json_target(options.json)
     # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
     inherits_stdin = (headless or options.detach) and not os.isatty(0)
-    event_command, problem = _event_command(options.on_event or options.settings.on_event)
+    event_command = options.on_event or options.settings.on_event
     early_signals: list[int] = []
     if headless:
         remember_signals(early_signals)  # an interrupt must not leave a run without a command
@@ -70,17 +69,8 @@ def run(options: argparse.Namespace) -> int:
         options, command, headless, inherits_stdin, metrics_path, has_event_command=event_command is not None
     )
     directory, run_info = create_run(run_info_draft)
-    if problem is not None:
-        print_message(problem)
-        add_note(directory, problem)
     if "elsewhere" in run_info.options:
         print_message(run_info.options["elsewhere"])
-    state_home = os.environ.get("XDG_STATE_HOME", "")
-    if state_home.strip() and not os.path.isabs(state_home):
-        print_message(
-            f"XDG_STATE_HOME={state_home} is ignored because it is not an absolute path;"
-            f" this run is kept in {directory.parent}"
-        )
     keep_child_statuses()
     if not options.detach:
         become_reaper()
@@ -165,17 +155,6 @@ def _draft_run_info(
         refresh=options.refresh or options.settings.refresh or REFRESH_S,
         versions={"dpmon": dpmon.__version__, "python": sys.version.split()[0]},
     )
-
-
-def _event_command(command: tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, str | None]:
-    """Return the command for events with the full path of its program, and the reason if it cannot be started."""
-    if command is None:
-        return None, None
-    name, *arguments = command
-    program = shutil.which(name)
-    if program is None:
-        return None, f"event command disabled: {name} was not found or is not executable"
-    return (os.path.abspath(program), *arguments), None
 
 
 def _wait_for_detached_start(directory: Path, run_info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:

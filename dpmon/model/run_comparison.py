@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -182,16 +181,10 @@ def _compare_metric(
     change = estimate_change(before, after, ratio, in_order=parts is not None, is_exact=metric.fraction is None)
     missing = None
     if change.low is None:
-        counts, noun = f"{len(before)} vs. {len(after)}", "runs" if parts is None else f"parts of {part_s} s"
+        values_text = f"{'runs' if parts is None else f'parts of {part_s} s'} ({len(before)} vs. {len(after)})"
+        missing = f"too few {values_text}"
         if change.least is not None:
-            missing = f"{counts} {noun} have no 95% interval"
-        elif parts is not None:
-            missing = f"the runs are too short: {counts} {noun}"
-        elif len(before) == len(after) == 1:
-            missing = "one value per side has no interval"
-        else:
-            orders = comb(len(before) + len(after), len(before))
-            missing = f"too few {noun} ({counts}): 1 ordering in {orders} separates the sides by chance"
+            missing += " for a 95% interval"
     return ComparedMetric(metric, sides, change, missing)
 
 

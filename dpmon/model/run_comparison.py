@@ -150,8 +150,6 @@ def _incomparable_reason(runs: Sequence[ComparedRun], wholes: Sequence[Tally]) -
     for run, whole in zip(runs, wholes, strict=True):
         if run.main_batch is None:
             return f"{run.name} has no step to compare"
-        if not run.trains and any(other.trains for other in runs):
-            return f"the steps of {run.name} have no backward pass, the others do"
         if whole.steps < MIN_STEPS:
             steps = format_count_with_noun(whole.steps, "step")
             return f"{run.name} has only {steps} to compare, fewer than {MIN_STEPS}"

@@ -305,6 +305,18 @@ def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     ).found.differences == [("machine", ", ".join(names), "a, b, c, d and 2 more")]
 
 
+def test_a_run_that_only_evaluates_is_compared_and_the_kind_of_steps_differs(state: Path) -> None:
+    training = Training(mode="single", step_ns=SECOND // 40)
+    rows = [*training.begin(), *(row for _ in range(400) for row in training.step(evaluates=True))]
+    evaluation = write_run_directory({0: rows}, seconds=training.now / SECOND)
+    found = compared([a_run(1)], [evaluation]).found
+    assert found.differences == [("kind of steps", "training", "evaluation")]
+    assert found.missing is None
+    change = found.compared["step"].change
+    assert change is not None
+    assert change.sign == -1
+
+
 def test_a_switched_mode_is_the_first_difference(state: Path) -> None:
     training = Training(mode="single", step_ns=SECOND // 20)
     rows = [*training.begin(), *training.run(60), *training.switch("dp"), *training.run(40)]

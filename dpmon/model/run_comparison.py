@@ -314,19 +314,20 @@ def judge_metric(comparison: RunComparison, name: str, limit: float) -> Judgment
         elif most is not None and most < 1 + limit:
             outcome = "not slower"
         else:
-            text += f"; {_gate_hint(comparison, row, limit)}"
+            hint = row.missing if least is None else "more or longer runs would narrow this"
+            text += f"; {_quiet_judgment(comparison, name, limit) or hint}"
     label = next(metric.label.strip() for metric in STEP_METRICS if metric.name == name)
     unit = " per sample" if comparison.per_sample else ""
     return Judgment(name, limit, outcome, f"{outcome} ({label}{unit}, limit {format_change(1 + limit)}): {text}")
 
 
-def _gate_hint(comparison: RunComparison, row: ComparedMetric, limit: float) -> str:
-    """Return what would decide the inconclusive metric in `row`."""
-    for name in QUIET_METRICS if row.figure.name == STEP else ():
-        judgment = judge_metric(comparison, name, limit)
+def _quiet_judgment(comparison: RunComparison, name: str, limit: float) -> str | None:
+    """Return what a metric of QUIET_METRICS says if the step time is inconclusive; None if nothing."""
+    for quiet_name in QUIET_METRICS if name == STEP else ():
+        judgment = judge_metric(comparison, quiet_name, limit)
         if judgment.outcome != "inconclusive":
-            return f"{judgment.text}; --phase {name} makes this the gate"
-    return row.missing or "more or longer runs would narrow this"
+            return f"{judgment.text}; --phase {quiet_name} makes this the gate"
+    return None
 
 
 def exit_status_of(judgments: Sequence[Judgment]) -> int:

@@ -23,7 +23,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon [OPTIONS] -m MODULE [ARGS...]     run a module
        dpmon [OPTIONS] COMMAND [ARGS...]       any launcher: torchrun, accelerate, python -u
        dpmon attach [RUN] [--host HOST ...]    show a live or finished run again, on one node or several
-       dpmon status [RUN] [--json]             check the health of a run: exit status 0 while it is fine
+       dpmon status [RUN] [--json]             check the health of a run
        dpmon why [RUN] [--json]                show where each rank is and what the others wait for
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
@@ -40,36 +40,31 @@ The exit status is the script's own, 128+N for a signal; 2 for a wrong command l
 """
 
 
-_DESCRIPTIONS = {
+def usage_lines() -> list[tuple[str, str]]:
+    """Return each form of the command line with its description."""
+    lines = (re.split(" {2,}", line.strip(), maxsplit=1) for line in _USAGE.splitlines())
+    return [(form, description) for form, description in lines]
+
+
+_COMMAND_USAGE = {form.split()[1]: description for form, description in usage_lines() if form.split()[1].isalpha()}
+_DETAILS = {
     "attach": (
-        "Show a live or finished run again. Without RUN: the newest live run, else the newest one."
-        " With --host and similar options: the runs of one job on several nodes, as one run."
+        "Without RUN: the newest live run, else the newest one. With --host and similar options: the runs of one job on"
+        " several nodes, as one run."
     ),
     "status": (
-        "Check the health of a run. Exit status: 0 fine, 3 not training (also after a run that ended well),"
-        " 4 no such run, 5 stalled, 6 failed."
+        "Exit status: 0 fine, 3 not training (also after a run that ended well), 4 no such run, 5 stalled, 6 failed."
     ),
-    "why": (
-        "Show where each rank is and what the others wait for. Without RUN: the newest live run."
-        " Exit status: 0, or 4 if there is no such run."
-    ),
-    "ls": "List the runs, the newest last.",
-    "stop": "Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.",
-    "report": "Summarize a run, live or finished. Without RUN: the newest one.",
+    "why": "Without RUN: the newest live run. Exit status: 0, or 4 if there is no such run.",
     "compare": (
-        "Show what differs between runs, and how their metrics changed. Several runs per side: A1 A2 A3 -- B1 B2 B3."
-        " Exit status with a threshold: 0 not slower, 4 slower, 3 inconclusive."
+        "Several runs per side: A1 A2 A3 -- B1 B2 B3. Exit status with a threshold: 0 not slower, 4 slower,"
+        " 3 inconclusive."
     ),
-    "export": "Write the records of a run, live or finished. Without RUN: the newest one.",
-    "try": (
-        "Run a script several times for some steps: unchanged, and with one change, such as preloaded batches."
-        " Show the effect of each change."
-    ),
-    "doctor": "Check whether dpmon works here, with a remedy for each problem.",
-    "keep": "Protect a run from automatic deletion. Without RUN: the newest one.",
-    "rm": "Delete finished runs that are not protected by `dpmon keep`.",
+    "try": "The runs alternate: unchanged, and with one change, such as preloaded batches.",
+    "rm": "Only finished runs that are not protected by `dpmon keep`.",
 }
-COMMANDS = ("run", *_DESCRIPTIONS)
+"""What the help of a command adds to its line of usage."""
+COMMANDS = ("run", *_COMMAND_USAGE)
 
 
 class UsageError(DpmonError):
@@ -185,10 +180,16 @@ def run_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command_parser(command: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the description of a command and no option."""
+    usage_text = _COMMAND_USAGE[command]
+    description = f"{usage_text[0].upper()}{usage_text[1:]}. {_DETAILS.get(command, '')}".rstrip()
+    return _OptionParser(prog=f"dpmon {command}", usage=usage, description=description, allow_abbrev=False)
+
+
 def try_parser() -> argparse.ArgumentParser:
     """Return the parser of the options of `try`, before the script's name."""
-    usage = "dpmon try [OPTIONS] SCRIPT.py [ARGS...]"
-    parser = _OptionParser(prog="dpmon try", usage=usage, description=_DESCRIPTIONS["try"], allow_abbrev=False)
+    parser = _command_parser("try", usage="dpmon try [OPTIONS] SCRIPT.py [ARGS...]")
     _add_program_options(parser)
     add = parser.add_argument
     add("--steps", type=_parse_count, default=200, metavar="N", help="end each run after N steps (default: 200)")
@@ -204,7 +205,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of the words after one of COMMANDS."""
     if command == "try":
         return try_parser()
-    parser = _OptionParser(prog=f"dpmon {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
+    parser = _command_parser(command)
     add = parser.add_argument
     if command == "rm":
         add("runs", metavar="RUN", nargs="+", help="an id, the unique start of an id, or a name that only one run has")
@@ -214,7 +215,8 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         # Without a RUN, attach shows a live one.
         default = None if command in ("attach", "status", "why") else "last"
         run_options = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
-        add("run", metavar="RUN", help="a name, an id, the unique start of either, or `last`", **run_options)
+        last = "`last` (the default)" if default == "last" and command != "stop" else "`last`"
+        add("run", metavar="RUN", help=f"a name, an id, the unique start of either, or {last}", **run_options)
     if command == "attach":
         add("--refresh", type=_parse_seconds, metavar="SECONDS", help="seconds between updates of the screen")
         add("--headless", action="store_true", help="follow the run without a screen")
@@ -268,12 +270,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
 def names_remote_hosts(options: argparse.Namespace) -> bool:
     """Return whether the options name other hosts."""
     return any(getattr(options, name, None) is not None for name in ("host", "hosts", "slurm", "via"))
-
-
-def usage_lines() -> list[tuple[str, str]]:
-    """Return each form of the command line with its description."""
-    lines = (re.split(" {2,}", line.strip(), maxsplit=1) for line in _USAGE.splitlines())
-    return [(form, description) for form, description in lines]
 
 
 def options_with_value(parser: argparse.ArgumentParser) -> set[str]:

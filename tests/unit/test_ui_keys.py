@@ -15,7 +15,7 @@ from textual import events
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import MAX_LINE_BYTES, Choice, CommandPalette
 from dpmon.ui.help_text import help_rows
-from dpmon.ui.keys import ACTIONS, COMMANDS, focus_neighbor
+from dpmon.ui.keys import ACTIONS, COMMANDS, PALETTE_COMMANDS, PLAYBACK_ACTIONS, focus_neighbor
 from dpmon.ui.panel_layout import place_panels
 from dpmon.ui.panel_view import PanelView
 from dpmon.ui.panels.panel_output import LogTail
@@ -27,11 +27,12 @@ from support.record_builders import SECOND
 from support.screen_harness import ScreenHarness, open_screen
 
 
-def test_every_action_that_is_bound_exists() -> None:
+def test_every_action_exists() -> None:
     from dpmon.ui.monitor import Monitor
 
-    actions = {action.partition("(")[0] for action in ACTIONS.values()}
-    assert {name for name in actions if not hasattr(Monitor, f"action_{name}")} == set()
+    actions = {*ACTIONS.values(), *PLAYBACK_ACTIONS.values(), *(command.action for command in PALETTE_COMMANDS)}
+    names = {action.partition("(")[0] for action in actions}
+    assert {name for name in names if not hasattr(Monitor, f"action_{name}")} == set()
     assert len({command.key for command in COMMANDS}) == len(COMMANDS) - 1, "only n has two meanings, one at a time"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -20,8 +20,6 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 MAX_LINE_BYTES = 4000
 """Most bytes of a typed line: with its newline it fits one atomic write (PIPE_BUF) and one terminal line (N_TTY)."""
-_STATUS_ROWS = 3
-"""Rows above the panels, with messages."""
 
 
 def key_name(event: events.Key) -> str:
@@ -76,7 +74,7 @@ class Dialog(ModalScreen[str | None]):
             self.respond_to_key(event)
 
     def show_message(self, message: str) -> None:
-        """Show a message in the title, if the dialog covers the row of messages."""
+        """Show a message in the title: the dialog may cover the row of messages."""
         self.message = message
         self.draw()
 
@@ -93,9 +91,6 @@ class Dialog(ModalScreen[str | None]):
         name = {"esc": "escape"}.get(key, key)
         if not self.is_closed and any(key == footer_key for footer_key, _ in self.footer_keys()):
             self.on_key(events.Key(name, None))
-
-    def run_ended(self) -> None:
-        """Stop offering what is impossible after the end of the run; called once, at its end."""
 
     def close_once(self, answer: str | None) -> None:
         """Close with the answer. Do nothing the second time, because Textual treats a second dismissal as an error."""
@@ -129,13 +124,7 @@ class Dialog(ModalScreen[str | None]):
         if self.problem is not None:
             rows = wrap_to_rows(self.problem, width - 4, "wait")
         height = min(len(rows) + 2, screen_height)
-        covers_messages = (screen_height - height) // 2 < _STATUS_ROWS
-        message = truncate(self.message, width - 11) if covers_messages else ""
-        corner: Row = []
-        if message:
-            corner = [(message, "wait")]
-        elif self.corner:
-            corner = [(self.corner, "dim")]
+        corner = [(truncate(self.message, width - 11), "wait")] if self.message else [(self.corner, "dim")]
         title: Row = [(truncate(self.title_text, width - 6), "title")]
         glyphs = self.style.glyphs
         framed = draw_frame(
@@ -162,14 +151,9 @@ class Choice(Dialog):
         text: Sequence[str],
         answers: Sequence[tuple[str, str, str]],
         style: TerminalStyle,
-        texts_after_end: Mapping[str, str] | None = None,
     ) -> None:
-        """Ask `text`. `answers`: key, name and text of each.
-
-        `texts_after_end`: the texts of the answers by name once the run has ended, if they differ then.
-        """
+        """Ask `text`. `answers`: key, name and text of each."""
         super().__init__(title, style)
-        self.texts_after_end = texts_after_end
         self.lines = text
         self.answers = answers
         self.keys = [(key, re.split("[:;,]", text)[0]) for key, _, text in answers]
@@ -181,25 +165,9 @@ class Choice(Dialog):
         """Return the question, a note about the last key, then a row per choice."""
         rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
         rows.append([(truncate(self.key_note, width), "dim")])
-        for text, keys in self._keys_by_text().items():
-            rows.append([("  ", ""), (", ".join(keys).ljust(5), "key"), (" " + truncate(text, width - 8), "")])
-        return rows
-
-    def _keys_by_text(self) -> dict[str, list[str]]:
-        """Return the keys of each text: after the end of the run, several answers may be the same choice."""
-        keys_by_text: dict[str, list[str]] = {}
         for key, _, text in self.answers:
-            keys_by_text.setdefault(text, []).append(key)
-        return keys_by_text
-
-    def run_ended(self) -> None:
-        """Keep the keys of all answers, with what they do now."""
-        if self.texts_after_end is not None:
-            self.lines = ["The run has ended."]
-            self.answers = [(key, name, self.texts_after_end[name]) for key, name, _ in self.answers]
-            self.keys = [(keys[0], text) for text, keys in self._keys_by_text().items()]
-            self.draw()
-            self.app.post_message(self.Changed())
+            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
+        return rows
 
     def offers(self, name: str) -> bool:
         """Return whether `name` is one of the answers."""
@@ -307,26 +275,12 @@ class LineInput(_TextInput):
         style: TerminalStyle,
         typed_text: str = "",
         hides_text: bool = False,
-        ended_note: str | None = None,
     ) -> None:
-        """Show `note` below the line.
-
-        `hides_text`: show stars instead of the text. `ended_note`: the note after the run's end, when the line cannot
-        be sent.
-        """
+        """Show `note` below the line. `hides_text`: show stars instead of the text."""
         super().__init__(title, style)
-        self.ended_note = ended_note
-        self.can_send = True
         self.note = note
         self.typed_text = typed_text
         self.hides_text = hides_text
-
-    def run_ended(self) -> None:
-        """Keep the typed text visible, but do not send it."""
-        if self.ended_note is not None:
-            self.note, self.can_send, self.keys = self.ended_note, False, [("esc", "close")]
-            self.draw()
-            self.app.post_message(self.Changed())
 
     def build_rows(self, width: int, height: int) -> list[Row]:
         """Return the typed line and the note."""
@@ -335,7 +289,7 @@ class LineInput(_TextInput):
     def respond_to_key(self, event: events.Key) -> None:
         """Send, edit, or cancel."""
         if event.key == "enter":
-            self.close_once(self.typed_text if self.can_send else None)
+            self.close_once(self.typed_text)
         else:
             super().respond_to_key(event)
 
@@ -358,10 +312,6 @@ class CommandPalette(_TextInput):
         self.chosen_command: PaletteCommand | None = None
         """The chosen command; the first one before a choice, or if it is not listed any more."""
         self.pinned_rows = 1
-
-    def run_ended(self) -> None:
-        """List the commands that are still possible."""
-        self.draw()
 
     def matching_commands(self) -> list[PaletteCommand]:
         """Return the commands that contain every typed word; the command whose key was typed comes first."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import product
 from typing import NamedTuple
 
 from dpmon.model.run_snapshot import Process
@@ -19,7 +18,7 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.collectives import LastSample
 from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
-from dpmon.ui.chart import busy_signs, round_up_nice
+from dpmon.ui.chart import busy_signs, largest_parts, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
 from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
 
@@ -295,18 +294,14 @@ def lane_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: Termin
 
 def _piece_cell(eighths: Sequence[str], uses_blocks: bool, has_color: bool, glyphs: Glyphs) -> Span:
     """Return one cell, given the phases of its eighths: the two largest parts of it, and the edge between them."""
-    parts = [(phase, sum(1 for _ in same)) for phase, same in groupby(eighths)]
-    if not any(eighths):
-        return (" ", "")
     if not uses_blocks:
-        phase, _ = max(parts, key=itemgetter(1))
+        phase = max(eighths, key=eighths.count)
         sign = "#" if glyphs.ascii else "█"
         return (sign, f"chip.{phase}" if has_color else f"phase.{phase}") if phase else (" ", "")
-    largest = sorted(range(len(parts)), key=lambda index: -parts[index][1])[:2]
-    (left, left_eighths), (right, right_eighths) = parts[min(largest)], parts[max(largest)]
+    left, right, left_eighths = largest_parts(eighths)
     if left == right:
         return ("█", f"phase.{left}") if left else (" ", "")
-    sign = _LEFT_BLOCKS[min(max(round(8 * left_eighths / (left_eighths + right_eighths)), 1), 7)]
+    sign = _LEFT_BLOCKS[left_eighths]
     if not left:
         return (sign, f"chip.{right}")
     return (sign, f"phase.{left}/{right}" if right else f"phase.{left}")

@@ -309,8 +309,7 @@ class CommandPalette(_TextInput):
         self.preferred_width = max(span_width(command.description) for command in list_commands()) + 10
         self.shown_commands: list[PaletteCommand] = []
         """The drawn commands; the possible ones may have changed since then."""
-        self.chosen_command: PaletteCommand | None = None
-        """The chosen command; the first one before a choice, or if it is not listed any more."""
+        self.chosen_index = 0
         self.pinned_rows = 1
 
     def matching_commands(self) -> list[PaletteCommand]:
@@ -329,40 +328,33 @@ class CommandPalette(_TextInput):
         The box keeps its height during typing.
         """
         commands = self.shown_commands = self.matching_commands()
-        chosen_index = self._chosen_index()
-        rows: list[Row] = [self.input_row(width)]
+        self.chosen_index = min(max(self.chosen_index, 0), max(len(commands) - 1, 0))
         visible_count = max(height - 1, 1)
-        self.first_row = max(chosen_index - visible_count + 1, 0)
+        self.first_row = max(self.chosen_index - visible_count + 1, 0)
+        rows: list[Row] = [self.input_row(width)]
         for index, (key, text, _) in enumerate(commands):
-            mark = self.style.glyphs.focus if index == chosen_index else " "
-            style = "bold" if index == chosen_index else ""
+            mark, style = (self.style.glyphs.focus, "bold") if index == self.chosen_index else (" ", "")
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
         if not commands:
             rows.append([("  no command matches now", "dim")])
-        blank_rows = min(self.command_count, visible_count) - len(commands)
-        rows += [[]] * blank_rows
-        return rows[: max(len(commands), visible_count) + 1]
-
-    def _chosen_index(self) -> int:
-        """Return the position of the chosen command in the list."""
-        return self.shown_commands.index(self.chosen_command) if self.chosen_command in self.shown_commands else 0
+        return [*rows, *[[]] * (min(self.command_count, visible_count) + 1 - len(rows))]
 
     def respond_to_key(self, event: events.Key) -> None:
         """Choose, filter the list, or cancel. A marked command that has become impossible is not run."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
-        commands, chosen_index = self.shown_commands, self._chosen_index()
-        if event.key == "enter" and (not commands or commands[chosen_index] in self.matching_commands()):
-            self.close_once(commands[chosen_index].action if commands else None)
-        elif event.key == "enter":
+        if event.key in moves:
+            self.chosen_index += moves[event.key]
             self.draw()
-        elif event.key in moves:
-            new_index = min(max(chosen_index + moves[event.key], 0), len(commands) - 1)
-            self.chosen_command = commands[new_index] if commands else None
-            self.draw()
-        else:
+        elif event.key != "enter":
             super().respond_to_key(event)
+        elif not self.shown_commands:
+            self.close_once(None)
+        elif (command := self.shown_commands[self.chosen_index]) in self.list_commands():
+            self.close_once(command.action)
+        else:
+            self.draw()
 
     def add_text(self, text: str) -> None:
         """Filter by more text and choose the first match."""
-        self.chosen_command = None
+        self.chosen_index = 0
         super().add_text(text)

@@ -26,7 +26,7 @@ from dpmon.ui.styled_rows import Row, Span, merge_spans, plain_text
 from dpmon.ui.terminal_style import ATTRIBUTES
 
 MAX_LINE_CELLS = 1000
-"""Most cells of a line, more than a screen has; the rest is dropped and marked."""
+"""Most cells of a line, more than a screen has; the rest is dropped."""
 MAX_CHANGING_ROWS = 100
 """Rows that can still change."""
 _MAX_MARKS = 2
@@ -42,7 +42,6 @@ _TOKEN = re.compile(
 )
 _STRING_END = re.compile(r"\x1b\\|[\x07\x9c]|(?=[\n\x1b])")
 _UNFINISHED_SEQUENCE = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8})\Z")
-_MAX_UNFINISHED_CHARS = 80
 
 
 class TerminalLine:
@@ -51,13 +50,12 @@ class TerminalLine:
     A row has no cells until something changes it.
     """
 
-    __slots__ = ("_cells", "_row", "is_truncated")
+    __slots__ = ("_cells", "_row")
 
     def __init__(self, text: str = "") -> None:
         """Start with `text`, which is plain ASCII."""
         self._cells: Row = []
         self._row: Row | None = [(text, "")] if text else None
-        self.is_truncated = False
 
     def __bool__(self) -> bool:
         return bool(self._cells or self._row)
@@ -105,15 +103,9 @@ class TerminalLine:
     def row(self) -> Row:
         """Return the row without blanks at its end."""
         if self._row is None:
-            row = merge_spans(self._cells)
-            if row:
-                last_text, last_style = row.pop()
-                if not last_style:
-                    last_text = last_text.rstrip(" ")
-                if self.is_truncated and last_text:
-                    last_text = last_text[:-1] + "…"
-                row.append((last_text, last_style))
-            self._row = row
+            self._row = merge_spans(self._cells)
+            if self._row and not self._row[-1][1]:
+                self._row[-1] = (self._row[-1][0].rstrip(" "), "")
         return self._row
 
 
@@ -143,7 +135,7 @@ class TerminalPage:
         """Interpret more bytes."""
         text = self._unfinished + self._decoder.decode(data)
         self._unfinished = ""
-        unfinished = _UNFINISHED_SEQUENCE.search(text, max(len(text) - _MAX_UNFINISHED_CHARS, 0))
+        unfinished = _UNFINISHED_SEQUENCE.search(text)
         if unfinished is not None:
             self._unfinished = unfinished[0]
             text = text[: unfinished.start()]
@@ -189,10 +181,7 @@ class TerminalPage:
     def _put_text(self, text: str) -> None:
         line = self.lines[self.cursor_row]
         cells = list(text) if text.isascii() else self._text_cells(text, line)
-        free_cells = MAX_LINE_CELLS - self.cursor_column
-        if len(cells) > free_cells:
-            line.is_truncated = True
-            del cells[max(free_cells, 0) :]
+        del cells[max(MAX_LINE_CELLS - self.cursor_column, 0) :]
         if cells:
             line.put(self.cursor_column, cells, self._style)
             self.cursor_column += len(cells)

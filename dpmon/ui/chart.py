@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -50,11 +51,7 @@ def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> 
 
 def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
     """Return the first `width` values as blocks on a scale up to 100, from the left; unknown values are dots."""
-    levels = len(glyphs.blocks) - 1
-    text = ""
-    for value in values[: max(width, 0)]:
-        text += glyphs.middot if value is None else glyphs.blocks[_fill_level(value, 100.0, levels)]
-    return text.ljust(width)
+    return filled_area(values, width, 1, 100.0, replace(glyphs, braille=False))[0]
 
 
 def _fill_level(value: float, top: float, levels: int) -> int:

@@ -158,13 +158,10 @@ class Choice(Dialog):
         self.answers = answers
         self.keys = [(key, re.split("[:;,]", text)[0]) for key, _, text in answers]
         self.preferred_width = max(*map(len, text), *(len(answer) + 8 for _, _, answer in answers), 30)
-        self.key_note = ""
-        """A note about the last key, if it was no answer."""
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """Return the question, a note about the last key, then a row per choice."""
-        rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
-        rows.append([(truncate(self.key_note, width), "dim")])
+        """Return the question, then a row per choice."""
+        rows: list[Row] = [*([(truncate(line, width), "")] for line in self.lines), []]
         for key, _, text in self.answers:
             rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
         return rows
@@ -180,8 +177,7 @@ class Choice(Dialog):
             if pressed == key:
                 self.close_once(name)
                 return
-        self.key_note = f"{key_name(event)} does nothing here"
-        self.draw()
+        self.show_message(f"{key_name(event)} does nothing here")
 
 
 class TextPages(Dialog):
@@ -221,13 +217,22 @@ class TextPages(Dialog):
             self.close_once(None)
 
 
-class _TextInput(Dialog):
-    """A dialog with a line to type; esc cancels it."""
+class LineInput(Dialog):
+    """One line to type. Its result is the line, or None."""
 
     screenshot_keys = ("ctrl+s",)
-    typed_text = ""
-    hides_text = False
-    """Whether the line shows stars instead of the text."""
+    keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
+
+    def __init__(
+        self, title: str, note: str, style: TerminalStyle, typed_text: str = "", hides_text: bool = False
+    ) -> None:
+        """Show `note` below the line. `hides_text`: show stars instead of the text."""
+        super().__init__(title, style)
+        self.note, self.typed_text, self.hides_text = note, typed_text, hides_text
+
+    def build_rows(self, width: int, height: int) -> list[Row]:
+        """Return the typed line and the note."""
+        return [self.input_row(width), [], [(truncate(self.note, width), "dim")]]
 
     def input_row(self, width: int) -> Row:
         """Return the end of the typed line, with a cursor."""
@@ -244,9 +249,11 @@ class _TextInput(Dialog):
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Edit the line, or cancel."""
+        """Send the line, edit it, or cancel."""
         if event.key in ("escape", "ctrl+c"):
             self.close_once(None)
+        elif event.key == "enter":
+            self.close_once(self.typed_text)
         elif event.key in ("backspace", "ctrl+h"):
             self.typed_text = self.typed_text[:-1]
             self.draw()
@@ -263,38 +270,7 @@ class _TextInput(Dialog):
             self.add_text((event.text.splitlines() or [""])[0])
 
 
-class LineInput(_TextInput):
-    """One line to type. Its result is the line, or None."""
-
-    keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
-
-    def __init__(
-        self,
-        title: str,
-        note: str,
-        style: TerminalStyle,
-        typed_text: str = "",
-        hides_text: bool = False,
-    ) -> None:
-        """Show `note` below the line. `hides_text`: show stars instead of the text."""
-        super().__init__(title, style)
-        self.note = note
-        self.typed_text = typed_text
-        self.hides_text = hides_text
-
-    def build_rows(self, width: int, height: int) -> list[Row]:
-        """Return the typed line and the note."""
-        return [self.input_row(width), [], [(truncate(self.note, width), "dim")]]
-
-    def respond_to_key(self, event: events.Key) -> None:
-        """Send, edit, or cancel."""
-        if event.key == "enter":
-            self.close_once(self.typed_text)
-        else:
-            super().respond_to_key(event)
-
-
-class CommandPalette(_TextInput):
+class CommandPalette(LineInput):
     """A list of commands, filtered by typing. Its result is the action of the chosen command, or None."""
 
     keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
@@ -302,7 +278,7 @@ class CommandPalette(_TextInput):
 
     def __init__(self, list_commands: Callable[[], Sequence[PaletteCommand]], style: TerminalStyle) -> None:
         """Show what `list_commands` returns: the commands that can run now."""
-        super().__init__("Commands", style)
+        super().__init__("Commands", "", style)
         self.list_commands = list_commands
         self.command_count = len(list_commands())
         """Number of commands without a filter."""

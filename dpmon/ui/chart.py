@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -127,11 +128,7 @@ def round_up_nice(value: float) -> float:
     """Return the next round number that is at least `value`, so that a scale stays the same while values change."""
     if value <= 0:
         return 1.0
-    scale = 1.0
-    while value > scale * 10:
-        scale *= 10
-    while value <= scale:
-        scale /= 10
+    scale = 10.0 ** math.floor(math.log10(value))
     return next(n * scale for n in _ROUND_NUMBERS if value <= n * scale * 1.000001)
 
 

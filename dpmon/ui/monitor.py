@@ -194,7 +194,7 @@ class Monitor(App[str]):
         self._stopper.poll()
 
     def _handle_run_end(self) -> None:
-        """Show the whole run, look for findings, and tell the dialogs that it ended."""
+        """Show the whole run, and look for findings."""
         self.set_view(replace(self.view, range_s=0, message=None))
 
         def find() -> str | None:
@@ -202,9 +202,6 @@ class Monitor(App[str]):
             return None
 
         self._run_in_thread(find, lambda problem: self.draw())
-        for screen in self.screen_stack:
-            if isinstance(screen, Dialog):
-                screen.run_ended()
 
     @property
     def _is_dialog_open(self) -> bool:
@@ -767,7 +764,7 @@ class Monitor(App[str]):
 
         def send(line: str | None) -> None:
             if line is not None:
-                problem = self.live_run.type_line(line)
+                problem = "the run has ended" if self.live_run.is_over else self.live_run.type_line(line)
                 # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
                 apart = len(self.live_run.output.tails) > 1
                 sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hides_input else None
@@ -776,8 +773,7 @@ class Monitor(App[str]):
         hides_input = self.live_run.hides_input()
         note = "enter sends the line to the script, esc does not"
         note += "; the script asked not to show it" if hides_input else ""
-        ended_note = "the run has ended: this line cannot be sent; esc closes"
-        self.push_screen(LineInput("Input", note, self.style, hides_text=hides_input, ended_note=ended_note), send)
+        self.push_screen(LineInput("Input", note, self.style, hides_text=hides_input), send)
 
     # ------------------------------------------------------------------------------------------ files
 

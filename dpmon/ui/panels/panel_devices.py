@@ -18,6 +18,7 @@ from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_free_bytes
 from dpmon.ui.chart import block_line, filled_bar
 from dpmon.ui.device_details import (
+    MIN_CHART_ROWS,
     chart_rows,
     detail_rows,
     device_name,
@@ -159,7 +160,7 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     if not tracks:
         return [*render_host(screen, width, max(height - len(memory_rows), 3), style, full_size=True), *memory_rows]
     rows: list[Row] = [*memory_rows, []] if memory_rows else []
-    chart_height = min(max((height - len(rows)) // len(tracks) - 1, 1), _MAX_CHART_ROWS)
+    chart_height = min(max((height - len(rows)) // len(tracks) - 1, MIN_CHART_ROWS), _MAX_CHART_ROWS)
     for index, track in tracks:
         rows += chart_rows(index, track, width, chart_height, axis, style)
     for index, track in tracks:

@@ -93,7 +93,7 @@ def _attach_headless(directory: Path, options: argparse.Namespace) -> int:
     refresh = options.refresh or options.settings.refresh or run_info.refresh
     had_ended = load_exit(directory) is not None
     settings = options.settings
-    if run_screen(directory, refresh=refresh, theme=settings.theme, is_playback=had_ended) == "left":
+    if run_screen(directory, refresh=refresh, theme=settings.theme) == "left":
         print_message(f"training continues; reattach with: dpmon attach {short_name(run_info)}")
         return 0
     return print_closing_summary(directory, load_exit(directory), print_message, brief=had_ended)

@@ -14,7 +14,6 @@ from dpmon.model.active_processes import ended_processes
 from dpmon.model.run_snapshot import (
     MAX_FULLY_READ,
     MAX_LEAST_WAITING,
-    Process,
     RunSnapshot,
     SnapshotRequest,
     WarningRecord,
@@ -22,6 +21,7 @@ from dpmon.model.run_snapshot import (
 )
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
+from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
@@ -40,8 +40,6 @@ _Result = TypeVar("_Result")
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens the records written so far."""
 
-_MAX_EXIT_RECORD_WAIT_NS = 3_000_000_000
-"""Nanoseconds to wait for the exit record of a command that is gone; then its status is shown as unknown."""
 _SLOW_READ_S, _REST_RATIO = 0.1, 10
 """After a read that took more than `_SLOW_READ_S` s, the next one waits for at least as long, and for `_REST_RATIO`
 times the CPU time of the read, so that keys are still handled."""
@@ -66,15 +64,10 @@ class LiveRun:
         open_reader: Callable[[], RunReader],
         clock: Callable[[], int] = time.monotonic_ns,
         open_store: OpenStore | None = None,
-        *,
-        is_playback: bool = False,
     ) -> None:
-        """Prepare for the run in `directory`. `open_store`: opens its records; by default those in `directory`.
-
-        `is_playback`: the run has ended, so that it is played back.
-        """
+        """Prepare for the run in `directory`. `open_store`: opens its records; by default those in `directory`."""
         self.directory = directory
-        self.cursor = TimeCursor(is_playback=is_playback, has_ended=is_playback)
+        self.cursor = TimeCursor()
         self._last_clock_ns = clock()
         self.state = RunSnapshot()
         """The state of the run at the time of the cursor."""
@@ -94,19 +87,16 @@ class LiveRun:
         self.findings: Sequence[Finding] | None = None
         """The findings of the finished run; None while they are not known."""
         self._is_command_alive: bool | None = None
-        self._vanished_ns: int | None = None
         self._end_ns: int | None = None
         """The end of the run, or of its records if they go further (ns since its start); None while it runs."""
         self.is_ending = False
-        """Whether the command is gone and its exit is not recorded yet."""
+        """Whether the command is gone and its supervisor has not recorded its exit yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity when last polled, and its start (monotonic ns)."""
         self._activities_of_run: Mapping[int, tuple[str, int]] = {}
         """`_activities` with the start in ns since the run's start."""
         self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
-        self._is_reading = any(directory.glob("process-*.ring"))
-        """Whether records exist that were not read yet, as when the user attaches to a running command."""
         self._mode_request: ModeRequest | None = None
         self._changes_at_request = 0
         self._rest_end_s = 0.0
@@ -115,15 +105,17 @@ class LiveRun:
         self._frozen_state = self.state
         """The state at the time of the freeze, read for `_frozen_request`."""
         self._frozen_request: SnapshotRequest | None = None
-        self._last_stamp: object = None
-        """The stamp of the last read, which shows whether anything is new."""
+        self._has_final_state = False
+        """Whether `state` has all that will ever be recorded."""
 
     def start(self) -> None:
-        """Open the run. Raises the reader's error if the directory is not a run."""
+        """Open the run; one that has ended is played back. Raises the reader's error if the directory is not a run."""
         from dpmon.model.snapshot_builder import SnapshotBuilder
 
         self._snapshot_builder = SnapshotBuilder()
         self._reader = self._open_reader()
+        has_ended = self._reader.exit_info() is not None
+        self.cursor = TimeCursor(is_playback=has_ended, has_ended=has_ended)
         self.output.tails = [LogTail(path) for path in self._reader.output_paths]
 
     def close(self) -> None:
@@ -153,15 +145,19 @@ class LiveRun:
     def refresh(self) -> None:
         """Read the run again, after a playback has moved on.
 
-        Check for its end first, so that everything written before the end is read.
+        Check for its end first, so that everything written before the end is read; before that, check the processes,
+        which write the end.
         """
         reader = self._reader
         if reader is None:
             return
         reader.refresh()
-        if self.exit_info is None and (exit_info := reader.exit_info()) is not None:
+        is_alive = reader.is_command_alive()
+        may_be_recorded = is_alive is False and has_live_supervisor(reader.info)
+        if (exit_info := reader.exit_info()) is not None:
             self._note_exit(exit_info)
-        self._refresh_liveness(reader)
+        self.is_ending = may_be_recorded and exit_info is None
+        self._is_command_alive = True if self.is_ending else is_alive
         if self.is_over and self._end_ns is None:
             from dpmon.store.records import newest_record_ns
 
@@ -173,7 +169,7 @@ class LiveRun:
             self._update_mode_request(reader)
 
     def _refresh_snapshot(self, reader: RunReader) -> None:
-        """Read a new snapshot if anything has changed; keep the old one if reading fails.
+        """Read a new snapshot, until all is recorded; keep the old one if reading fails.
 
         The activities of many processes are read together with their snapshot.
         """
@@ -186,27 +182,16 @@ class LiveRun:
                 process_index: (activity, start_ns - start if start_ns else 0)
                 for process_index, (activity, start_ns) in self._activities.items()
             }
-        if is_resting or (request == self._request and not self._may_have_changed()):
+        if is_resting or (request == self._request and self._has_final_state):
             return
         self._request = request
+        self._has_final_state = self.exit_info is not None and self.exit_info.drained
         self.state = self._build_snapshot(request, None, ended_processes(self._activities)) or self.state
-        self._is_reading = False
         end_s = time.perf_counter()
         read_s, cpu_s = end_s - start_s, time.thread_time() - cpu_s
         self._rest_end_s = end_s + (max(_REST_RATIO * cpu_s, read_s) if read_s > _SLOW_READ_S else 0.0)
         if len(self.state.processes) > MAX_FULLY_READ:
             self._rest_end_s = max(self._rest_end_s, start_s + _MIN_INTERVAL_OF_MANY_S)
-
-    def _may_have_changed(self) -> bool:
-        """Return whether a record may have been written, or a process may have ended, since the last read."""
-        if self._open_store is not None:
-            return True
-        from dpmon.store.store_opening import commit_stamp
-
-        last_stamp = self._last_stamp
-        stamp = self.info and commit_stamp(self.directory, self.info)
-        self._last_stamp = stamp and (stamp, ended_processes(self._activities))
-        return self._last_stamp is None or self._last_stamp != last_stamp
 
     def _build_snapshot(
         self, request: SnapshotRequest, time_ns: int | None, ended: frozenset[int] = frozenset()
@@ -231,19 +216,7 @@ class LiveRun:
             self.state = replace(self.state, warnings=(warning,), warning_count=1)
         return None
 
-    def _refresh_liveness(self, reader: RunReader) -> None:
-        is_alive = reader.is_command_alive()
-        self.is_ending = False
-        if is_alive is False and self.exit_info is None:
-            now = self._clock()
-            self._vanished_ns = self._vanished_ns or now
-            self.is_ending = now - self._vanished_ns < _MAX_EXIT_RECORD_WAIT_NS
-            is_alive = self.is_ending
-        self._is_command_alive = is_alive
-
     def _note_exit(self, exit_info: ExitInfo) -> None:
-        for tail in self.output.tails:
-            tail.refresh()
         cause = None
         if exit_info.status is None:
             cause = exit_info.unknown
@@ -377,7 +350,8 @@ class LiveRun:
         """Return the data for drawing the run as of the time of the cursor, with a view."""
         reader = self._reader
         if reader is None:
-            return ScreenData(self.state, 0, view=view, is_reading=self._is_reading)
+            is_reading = any(self.directory.glob("process-*.ring"))
+            return ScreenData(self.state, 0, view=view, is_reading=is_reading)
         present_ns = self.now_ns() if self._end_ns is None else self._end_ns
         cursor = self.cursor = replace(self.cursor, present_ns=present_ns, has_ended=self.is_over)
         request = self._snapshot_request(view)
@@ -420,7 +394,7 @@ class LiveRun:
             return
         self._request, self._state_ns = request, time_ns
         if time_ns is None:
-            self._rest_end_s, self._last_stamp = 0.0, None
+            self._rest_end_s, self._has_final_state = 0.0, False
             self._refresh_snapshot(reader)
         elif self.cursor.is_frozen:
             self.state = self._read_frozen_state(request)
@@ -460,7 +434,6 @@ class LiveRun:
             mode_request=self._mode_request,
             pause_state=pause_state,
             is_ending=self.is_ending,
-            is_reading=self._is_reading,
             node_replies=None if has_ended else reader.node_replies(),
         )
 
@@ -473,7 +446,7 @@ class LiveRun:
         screen = replace(
             screen,
             startup_stage=None if stage is None else _since_start(stage, start),
-            pause_state=PauseState(pause_state.is_requested, since_ns=_paused_since_ns(screen.process)),
+            pause_state=PauseState(pause_state.is_requested),
         )
         if not screen.cursor.is_looking_back:
             return screen
@@ -531,10 +504,6 @@ class LiveRun:
 def _since_start(stage: StartupStage, start_ns: int) -> StartupStage:
     """Return a startup stage with the time since the run's start, at `start_ns`."""
     return stage._replace(start_ns=max(stage.start_ns - start_ns, 0))
-
-
-def _paused_since_ns(process: Process | None) -> int | None:
-    return None if process is None else process.paused_since_ns
 
 
 def _newest_record_ns(screen: ScreenData) -> int:

@@ -82,24 +82,15 @@ class Monitor(App[str]):
         refresh: float = 1.0,
         open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
-        is_playback: bool = False,
     ) -> None:
-        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames.
-
-        `is_playback`: the run has ended, and is played back.
-        """
+        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames."""
         super().__init__(ansi_color=not style.has_color)
         self.style = style
         self.refresh_interval_s = refresh
         self.terminal: TerminalDriver | None = None
         """The driver of a real terminal, which sets this member itself."""
         self._was_writable = True
-        self.live_run = LiveRun(
-            directory,
-            open_reader or (lambda: RunReader(directory)),
-            open_store=open_store,
-            is_playback=is_playback,
-        )
+        self.live_run = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
         self.exit_handlers = ExitHandlers(self._ask_to_exit)
         self.open_error: Exception | None = None
         """Why the run could not be opened."""

@@ -22,7 +22,7 @@ class Played:
     """A run that is played back."""
 
     def __init__(self, directory: Path, clock: ManualClock) -> None:
-        self.run = LiveRun(directory, lambda: RunReader(directory), clock, is_playback=True)
+        self.run = LiveRun(directory, lambda: RunReader(directory), clock)
         self.run.start()
         self.screen()
 

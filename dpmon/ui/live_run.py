@@ -138,7 +138,15 @@ class LiveRun:
 
     def now_ns(self) -> int:
         """Return the time since the run's start (ns)."""
-        return max(self._clock() - self.info.start_ns, 0) if self.info is not None else 0
+        return self._time_of_run(self._clock()) or 0
+
+    def _time_of_run(self, monotonic_ns: int | None) -> int | None:
+        """Return a monotonic time as ns since the run's start, at least 0."""
+        return None if monotonic_ns is None or self.info is None else max(monotonic_ns - self.info.start_ns, 0)
+
+    def _stage_of_run(self, stage: StartupStage | None) -> StartupStage | None:
+        """Return a startup stage with its start as ns since the run's start."""
+        return None if stage is None else stage._replace(start_ns=self._time_of_run(stage.start_ns) or 0)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -280,8 +288,7 @@ class LiveRun:
         if self._reader is None or self.is_over or not self.state.processes:
             return PauseState()
         now = self._reader.pause_state()
-        since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
-        return PauseState(now.is_requested, now.is_pending, since)
+        return PauseState(now.is_requested, now.is_pending, self._time_of_run(now.since_ns))
 
     def pause_refusal(self, is_requested: bool) -> str | None:
         """Return why the training cannot be paused or, if a pause is requested already, resumed; None if it can."""
@@ -352,44 +359,49 @@ class LiveRun:
         if reader is None:
             is_reading = any(self.directory.glob("process-*.ring"))
             return ScreenData(self.state, 0, view=view, is_reading=is_reading)
-        present_ns = self.now_ns() if self._end_ns is None else self._end_ns
-        cursor = self.cursor = replace(self.cursor, present_ns=present_ns, has_ended=self.is_over)
         request = self._snapshot_request(view)
         if request.node != self._request.node and not self.is_over:
             self._request_records(reader, request.node)
         self._read_state(reader, request)
-        is_scrolled_back = self.output.top is not None
-        if cursor.is_frozen:
-            return replace(
-                self._present_screen,
-                state=self.state,
-                view=view,
-                cursor=cursor,
-                is_output_scrolled_back=is_scrolled_back,
-            )
-        pause_state = self.pause_state()
-        screen = ScreenData(
-            self.state,
-            cursor.position_ns,
-            reader.info,
-            view,
+        self._update_cursor_limits()
+        cursor, pause_state = self.cursor, self.pause_state()
+        if cursor.time_ns is None:
+            self._present_screen, self._frozen_request = self._read_present(reader, pause_state), None
+        is_present = cursor.time_ns is None or cursor.is_frozen
+        screen = self._present_screen if is_present else self._read_past(reader, pause_state)
+        state, later_state = self.state, None
+        if cursor.is_looking_back:
+            later_state = self._read_frozen_state(request)
+            state = state.with_histories(later_state)
+        return replace(
+            screen,
+            state=state,
+            history_state=later_state,
+            view=view,
             cursor=cursor,
-            is_command_alive=True,
             can_pause=self.pause_refusal(pause_state.is_requested) is None,
             can_toggle=self.toggle_refusal() is None,
             can_type=self.exit_info is None and self.can_type(),
             output_file_count=len(self.output.tails),
-            is_output_scrolled_back=is_scrolled_back,
+            is_output_scrolled_back=self.output.top is not None,
             stop_progress=stopping,
         )
-        if cursor.time_ns is None:
-            self._present_screen = self._with_present_facts(screen, reader, pause_state)
-            return self._present_screen
-        return self._with_past_facts(screen, reader, pause_state, request)
+
+    def _update_cursor_limits(self) -> None:
+        """Tell the cursor how far the run has come.
+
+        If the run makes steps, its records are complete until the end of the newest one: later ones may not be written
+        yet.
+        """
+        present_ns, newest_ns = self.now_ns() if self._end_ns is None else self._end_ns, self.state.newest_ns
+        self.cursor = replace(self.cursor, present_ns=present_ns, has_ended=self.is_over)
+        if self.cursor.time_ns is None:
+            may_be_behind = newest_ns >= 0 and present_ns - newest_ns < _MAX_RECORD_DELAY_NS
+            self.cursor = replace(self.cursor, recorded_ns=newest_ns if may_be_behind else present_ns)
 
     def _read_state(self, reader: RunReader, request: SnapshotRequest) -> None:
         """Read the state at the time of the cursor, unless it was read for this request."""
-        time_ns = self._record_time_ns(self.cursor)
+        time_ns = self.cursor.time_ns
         if (request, time_ns) == (self._request, self._state_ns):
             return
         self._request, self._state_ns = request, time_ns
@@ -407,25 +419,20 @@ class LiveRun:
         The first picture after the freeze is read, too: so all frozen ones have values of the same time.
         """
         if self._frozen_request != request:
-            ended, time_ns = self._present_screen.state.ended, _newest_record_ns(self._present_screen)
-            self._frozen_state = self._build_snapshot(request, time_ns, ended) or self._present_screen.state
-            self._frozen_request = request
+            present_state = self._present_screen.state
+            built = self._build_snapshot(request, self.cursor.frozen_ns, present_state.ended)
+            self._frozen_request, self._frozen_state = request, built or present_state
         return self._frozen_state
 
-    def _record_time_ns(self, cursor: TimeCursor) -> int | None:
-        """Return the time until which records count for the picture (ns); None for all of them."""
-        return _newest_record_ns(self._present_screen) if cursor.is_frozen else cursor.time_ns
-
-    def _with_present_facts(self, screen: ScreenData, reader: RunReader, pause_state: PauseState) -> ScreenData:
-        """Add what only the present has: what the processes do now, requests, and how the run ended."""
-        self._frozen_request = None
-        start, has_ended = reader.info.start_ns, self.exit_info is not None
-        startup_stage = None if has_ended else reader.startup_stage()
-        input_wait_since = None if has_ended else reader.input_wait_start_ns()
-        return replace(
-            screen,
-            startup_stage=None if startup_stage is None else _since_start(startup_stage, start),
-            input_wait_since_ns=None if input_wait_since is None else max(input_wait_since - start, 0),
+    def _read_present(self, reader: RunReader, pause_state: PauseState) -> ScreenData:
+        """Return what only the present has: what the processes do now, requests, and how the run ended."""
+        has_ended = self.exit_info is not None
+        return ScreenData(
+            self.state,
+            self.cursor.present_ns,
+            reader.info,
+            startup_stage=None if has_ended else self._stage_of_run(reader.startup_stage()),
+            input_wait_since_ns=None if has_ended else self._time_of_run(reader.input_wait_start_ns()),
             activities=self._activities_of_run,
             is_command_alive=self._is_command_alive,
             exit_info=self.exit_info,
@@ -437,21 +444,18 @@ class LiveRun:
             node_replies=None if has_ended else reader.node_replies(),
         )
 
-    def _with_past_facts(
-        self, screen: ScreenData, reader: RunReader, pause_state: PauseState, request: SnapshotRequest
-    ) -> ScreenData:
-        """Add what the files say about an earlier time; while the user looks back, the histories until the freeze."""
-        start = reader.info.start_ns
-        stage = current_startup_stage(read_startup_stages(self.directory, start + screen.now_ns))
-        screen = replace(
-            screen,
-            startup_stage=None if stage is None else _since_start(stage, start),
+    def _read_past(self, reader: RunReader, pause_state: PauseState) -> ScreenData:
+        """Return what the files say about the time of the cursor."""
+        time_ns = self.cursor.position_ns
+        stages = read_startup_stages(self.directory, reader.info.start_ns + time_ns)
+        return ScreenData(
+            self.state,
+            time_ns,
+            reader.info,
+            startup_stage=self._stage_of_run(current_startup_stage(stages)),
+            is_command_alive=True,
             pause_state=PauseState(pause_state.is_requested),
         )
-        if not screen.cursor.is_looking_back:
-            return screen
-        frozen_state = self._read_frozen_state(request)
-        return replace(screen, state=self.state.with_histories(frozen_state), history_state=frozen_state)
 
     def _request_records(self, reader: RunReader, node_number: int | None) -> None:
         """Request all records of the processes of one node; by default, a mirror sends only a selection of them."""
@@ -498,19 +502,4 @@ class LiveRun:
             input_waits = RunEvents.read(store).inputs
             return slow_steps_of(store, screen.state, screen.view.range_s, limit, input_waits, SlowStepCache())
 
-        return self._read(self._record_time_ns(screen.cursor), read)
-
-
-def _since_start(stage: StartupStage, start_ns: int) -> StartupStage:
-    """Return a startup stage with the time since the run's start, at `start_ns`."""
-    return stage._replace(start_ns=max(stage.start_ns - start_ns, 0))
-
-
-def _newest_record_ns(screen: ScreenData) -> int:
-    """Return the time until which the records of the present were written for sure (ns since the run's start).
-
-    If the run makes steps, this is the end of the newest one: later steps may not be written yet.
-    """
-    newest_ns = screen.state.newest_ns
-    may_be_behind = newest_ns >= 0 and screen.now_ns - newest_ns < _MAX_RECORD_DELAY_NS
-    return newest_ns if may_be_behind else screen.now_ns
+        return self._read(screen.cursor.time_ns, read)

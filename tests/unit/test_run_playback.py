@@ -166,7 +166,7 @@ def test_stages_of_the_time_before_the_first_batch(played: Played) -> None:
 
 # ------------------------------------------------------------------------------------------------ the cursor alone
 
-NOW = TimeCursor(present_ns=60 * SECOND)
+NOW = TimeCursor(present_ns=60 * SECOND, recorded_ns=60 * SECOND)
 ENDED = replace(NOW, has_ended=True)
 
 

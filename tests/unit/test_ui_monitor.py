@@ -111,7 +111,10 @@ async def test_leaving_asks_and_leaves_the_training_alone(tmp_path: Path, key: s
         await on.until(lambda: on.app.return_value == "left", "the end of the screen")
 
 
-async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(tmp_path: Path) -> None:
+async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpmon.ui.live_run.has_live_supervisor", lambda run_info: True)
     (tmp_path / "output.log").write_text("Traceback (most recent call last):\n  x\nRuntimeError: boom\n")
     async with open_screen(tmp_path) as on:
         on.reader.is_alive = False

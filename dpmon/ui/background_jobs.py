@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from dpmon.errors import DpmonError
-from dpmon.model.findings.finding import Finding
 
 _Result = TypeVar("_Result")
 
@@ -39,10 +38,6 @@ _COMPARISON = """\
 from dpmon.report.comparison_report import comparison_text
 before, after = ([Path(one) for one in side] for side in json.loads(sys.argv[1]))
 print("\\n".join(comparison_text(before, after, int(sys.argv[2]))))
-"""
-_FINDINGS = """\
-from dpmon.report.report_data import collect_report_data
-print(json.dumps(collect_report_data(Path(sys.argv[1])).findings))
 """
 ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 """The ending of an export's file name, by format; csv is a directory of tables."""
@@ -128,13 +123,6 @@ def render_comparison(side_a: Sequence[Path], side_b: Sequence[Path], width: int
     """Return the comparison of two sets of runs, in lines of at most `width` cells. Raises JobError."""
     sides = json.dumps([[str(run_directory.absolute()) for run_directory in side] for side in (side_a, side_b)])
     return _in_subprocess(_COMPARISON, "the comparison", sides, str(width)).splitlines()
-
-
-def read_findings(directory: Path) -> list[Finding]:
-    """Return the findings of the run, the most important first. Raises JobError."""
-    return [
-        Finding(*fields) for fields in json.loads(_in_subprocess(_FINDINGS, "the findings", str(directory.absolute())))
-    ]
 
 
 def _in_subprocess(code: str, job_name: str, *arguments: str) -> str:

@@ -190,7 +190,9 @@ class Monitor(App[str]):
         self.set_view(replace(self.view, range_s=0, message=None))
 
         def find() -> str | None:
-            self.live_run.findings = background_jobs.read_findings(self.live_run.directory)
+            from dpmon.report.report_data import collect_report_data
+
+            self.live_run.findings = collect_report_data(self.live_run.directory).findings
             return None
 
         self._run_in_thread(find, lambda problem: self.draw())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ async def test_after_the_end_it_shows_what_happened_in_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Finding("data", "The steps wait for data.", "34%", "more workers", 0.3)
-    monkeypatch.setattr("dpmon.ui.background_jobs.read_findings", lambda directory: [found])
+    data = types.SimpleNamespace(findings=[found])
+    monkeypatch.setattr("dpmon.report.report_data.collect_report_data", lambda directory: data)
     async with open_screen(tmp_path) as on:
         await on.shows("last 2 min")
         assert "6 What happened" not in on.text()

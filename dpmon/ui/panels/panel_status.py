@@ -36,7 +36,6 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 WARNING_SHOWN_NS = 60 * SECOND
 DONE_SHOWN_NS = 15 * SECOND
-_ALL_WARNINGS_HINT = "  W: full text "
 _MIN_NAME_CELLS, _MIN_STATE_CELLS = 10, len(WAITING_FOR_DATA) + 2
 """Fewest cells for the run's name and its state, whatever they are, so that the metrics next to them do not move."""
 _MIN_TIME_LEFT_CELLS = len(" · took 9.99 s")
@@ -82,9 +81,6 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
             progress_row = second if shown_progress(screen).epoch is not None and not screen.is_over else []
             message = [(line, "bad") for line in continuation] or _recent_warning(screen) or progress_row
     corner = _lost_records_part(screen)
-    is_warning = bool(message) and message == _recent_warning(screen)
-    if is_warning and 1 + row_width(detail_row) + row_width(message) + row_width(corner) > width:
-        corner = [(_ALL_WARNINGS_HINT, "dim"), *corner]
     if detail_row and row_width(message) > max_cells - row_width(corner):
         first_style = next((text_style for _, text_style in message), "dim")
         if first_style == "dim":

@@ -215,7 +215,6 @@ def show_screen(reader: RunReader, refresh: float, theme: str | None, guard: Sup
             directory,
             refresh=refresh,
             theme=theme,
-            is_playback=had_ended,
             known_exit=lambda: None if guard is None else guard.outcome,
         )
     except KeyboardInterrupt:  # pressed before the screen could read the keyboard

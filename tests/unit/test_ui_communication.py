@@ -12,13 +12,12 @@ from dpmon.model.communication import Wrapper, build_communication, format_opera
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.record_types import BUCKET, Collective, Operation
-from dpmon.run.run_reader import PauseState
 from dpmon.store.collectives import CollectiveSums, LastSample
 from dpmon.store.tally import Tally
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_stall
 from dpmon.ui.panels.panel_output import OutputView
-from dpmon.ui.panels.panel_status import render_panel, reply_message
-from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity
+from dpmon.ui.panels.panel_status import render_panel
+from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.step_waterfall import _Scale, bucket_row, sample_row
 from dpmon.ui.styled_rows import plain_text
 from support.rank_builders import record_ddp_ranks
@@ -80,28 +79,12 @@ def stalled(facts: ScreenData, since_ns: int) -> ScreenData:
     return replace(facts, state=replace(facts.state, stalls=(seen,)))
 
 
-@pytest.mark.parametrize(("key", "what"), [("d", "switch to dp"), ("p", "pause")])
-def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) -> None:
-    facts = facts_of(3, slow=1)
-    now = facts.now_ns + 34 * SECOND
-    since = now - 27 * SECOND
-    doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
-    facts = stalled(replace(facts, now_ns=now, activities=doing), since)
-    asked: dict[str, Any] = {"mode_request": ModeRequest("dp", "pending", since)} if key == "d" else {}
-    asked |= {"pause_state": PauseState(is_requested=True, is_pending=True)} if key == "p" else {}
-    said = f"rank 1 has been in the script's own code for 27 s: it will {what} as soon as it can"
-    assert plain_text(reply_message(replace(facts, **asked), STYLE)) == said
-    assert reply_message(facts, STYLE) == []
-
-
 def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     """A straggler of the last steps is not the cause of the hang."""
     facts = facts_of(3, slow=1)
     facts = stalled(replace(facts, now_ns=facts.now_ns + 34 * SECOND), facts.now_ns)
     assert " ".join(texts(panel_stall.render_panel(full(facts), 76, 12, STYLE))) == STALL
     assert STALL in plain_text(render_panel(facts, 120, 2, STYLE)[1])
-    pending = replace(facts, mode_request=ModeRequest("dp", "pending", facts.now_ns - SECOND))
-    assert STALL in plain_text(render_panel(pending, 120, 2, STYLE)[1]), "nobody answers while it hangs"
     assert describe_activity(facts) == ("STALLED", "bad", "34 s")
 
 

@@ -302,9 +302,8 @@ async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: P
 async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_canceled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "dpmon.ui.live_run._MAX_EXIT_RECORD_WAIT_NS", 10**15
-    )  # the command has ended, but its status is never recorded
+    # The command has ended, but its supervisor never records its status.
+    monkeypatch.setattr("dpmon.ui.live_run.has_live_supervisor", lambda run_info: True)
     async with open_screen(tmp_path) as on:
         await on.shows("p pause")
         on.reader.doing = {0: ("ended", SECOND)}

@@ -143,10 +143,18 @@ def _step_parts(run: RunAnalysis) -> list[Part]:
 
 
 def _epoch_parts(run: RunAnalysis) -> list[Part]:
-    """Return a table with a row for each of the newest epochs of the representative process; empty without epochs."""
-    omitted_count = len(run.progress.epochs) - MAX_EPOCHS
-    notes = [f"{format_count(omitted_count)} older epochs: --json has them"] if omitted_count > 0 else []
-    return [*_table(tables.EPOCHS, run.progress.epochs[-MAX_EPOCHS:]), *_paragraphs(notes, is_note=True)]
+    """Return a table with a row for each epoch of the representative process, without the middle ones of many."""
+    parts: list[Part] = []
+    for table in _table(tables.EPOCHS, run.progress.epochs):
+        omitted_count = len(table.rows) - MAX_EPOCHS
+        if omitted_count > 0:
+            gap = ["…", *[""] * (len(table.headers) - 1)]
+            rows = [*table.rows[: MAX_EPOCHS // 2], gap, *table.rows[-MAX_EPOCHS // 2 :]]
+            note = f"{format_count(omitted_count)} epochs omitted; --json has them all"
+            parts += [table._replace(rows=rows), Paragraph(note, is_note=True)]
+        else:
+            parts.append(table)
+    return parts
 
 
 def _loss_parts(run: RunAnalysis) -> list[Part]:

@@ -32,7 +32,7 @@ sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 """
 _EXPORT = "from dpmon.export import export; export(Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
 _REPORT = """\
-from dpmon.report import report_text
+from dpmon.report.plain_text import report_text
 print("\\n".join(report_text(Path(sys.argv[1]), int(sys.argv[2]))))
 """
 _COMPARISON = """\

@@ -53,7 +53,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     head, *rows = (" ".join(line.split()) for line in text[at + 1 : at + 4])
     assert head == "mean per step data forward backward exposed wait slowest in"
     assert rows[0] == "rank 0 of 3 400 µs 3.10 ms 5.00 ms 2.10 ms 6.00 ms 0%"
-    assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0.00 µs 100%"
+    assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0 100%"
     made = render_page(build_document(story))
     for said in ("Communication", "Where step time of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
         assert said in made

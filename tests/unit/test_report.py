@@ -19,12 +19,12 @@ from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import DDP
-from dpmon.report import collect_report_data, report_text
 from dpmon.report.document import MAX_ROWS, Plot, PlotSeries, Table
 from dpmon.report.health import read_health
 from dpmon.report.html_page import WIDTH, render_page, render_plot
-from dpmon.report.plain_text import text_lines
+from dpmon.report.plain_text import report_text, text_lines
 from dpmon.report.plots import build_plots
+from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request

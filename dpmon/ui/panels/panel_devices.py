@@ -13,6 +13,7 @@ from dpmon.model.device_memory import missing_value_reasons as reasons_of_memory
 from dpmon.model.nodes import node_of
 from dpmon.model.run_snapshot import DeviceHistory
 from dpmon.record.safe_json import number_member
+from dpmon.report.tables import MEMORY
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_free_bytes
@@ -175,16 +176,15 @@ def _memory_rows(screen: ScreenData, width: int, *, with_reasons: bool = True) -
     rows: list[Row] = []
     device_memory = screen.state.device_memory
     for memory in device_memory:
-        parts = [("model", memory.model), ("grads", memory.gradients), ("optim", memory.optimizer)]
-        parts += [("rest", memory.rest), ("peak", memory.peak)]
         row: Row = [(sanitize_line(memory.label, 40).ljust(8) + " ", "dim")]
+        parts = [(column.short or column.head, column.cell(memory)) for column in MEMORY.columns]
         if not with_reasons or row_width(row) + sum(len(label) + 11 for label, _ in parts) > width:
             # A row below gives the reason for the missing values.
-            parts = [(label, byte_count) for label, byte_count in parts if byte_count is not None]
-        for label, byte_count in parts:
+            parts = [(label, text) for label, text in parts if text != UNKNOWN]
+        for label, text in parts:
             gap = "  " if len(row) > 1 else ""
             if row_width(row) + len(gap) + len(label) + 9 <= width:
-                row += [(gap + label, "dim"), (align_right(format_bytes(byte_count), 9), "")]
+                row += [(gap + label, "dim"), (align_right(text, 9), "")]
         rows.append(row)
     missing_values = [missing_value for memory in device_memory for missing_value in reasons_of_memory(memory)]
     if missing_values and with_reasons:

@@ -23,7 +23,6 @@ from dpmon.model.run_comparison import (
 from dpmon.record.schema import STEP
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
 from dpmon.report.plain_text import text_lines
-from dpmon.report.plots import plots_of_runs
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
@@ -84,10 +83,9 @@ def build_document(comparison: RunComparison, judgments: Sequence[Judgment] = ()
     differences: list[Part] = [Paragraph("nothing that dpmon knows")]
     if comparison.differences:
         differences = [Table(("", *SIDES), comparison.differences, text_columns=(1, 2))]
-    run_bins = [(f"{name} {run.name}", SIDES.index(name), run.bins) for name, side in sides for run in side]
     sections = (
         Section("What differs", differences),
-        Section(f"Time per {comparison.unit}", [*_metric_table(comparison, STEP_METRICS), *plots_of_runs(run_bins)]),
+        Section(f"Time per {comparison.unit}", _metric_table(comparison, STEP_METRICS)),
         Section("The runs", _metric_table(comparison, RUN_METRICS)),
         Section("Ranks", _straggler_paragraphs(comparison)),
     )

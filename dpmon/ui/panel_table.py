@@ -96,9 +96,8 @@ def _fit_columns(columns: Sequence[PanelColumn], width: int, gap: int) -> tuple[
     for rank in sorted({column.rank for column in columns} - {0}):
         group = [column for column in columns if column.rank == rank]
         wanted = sum(max(column.full_width, column.wanted_width) + gap for column in shown)
-        if wanted + sum(column.full_width + gap for column in group) - gap > width:
-            break
-        shown += group
+        if wanted + sum(column.full_width + gap for column in group) - gap <= width:
+            shown += group
     shown = [column for column in columns if column in shown]
     widths = [column.full_width for column in shown]
     free_cells = width - sum(widths) - gap * (len(shown) - 1)

@@ -133,7 +133,7 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
 def test_unknown_waits_are_shown_with_a_reason(how: dict[str, Any], reason: str) -> None:
     facts = facts_of(2, **how)
     text = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
-    assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
+    assert text[0].split() == ["rank", "device", "received", "returned", "rows", "forward", "backward", "step"]
     assert any(reason in line for line in text)
     assert sum("of 4 ranks" in line for line in text) == ("world" in how), "only one line counts the ranks"
     assert reason in " ".join(line.strip() for line in texts(panel_communication.render_panel(facts, 120, 12, STYLE)))

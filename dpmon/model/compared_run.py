@@ -14,7 +14,7 @@ from dpmon.model.json_fields import ms
 from dpmon.model.mode_comparison import is_compared
 from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.run_events import ProcessInfo
 from dpmon.model.step_history import Bin
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind

@@ -38,11 +38,10 @@ from dpmon.model.pauses import (
     build_pauses,
     pause_totals,
 )
-from dpmon.model.process_selection import read_process_table
 from dpmon.model.rank_waits import RankWaits, read_rank_waits
 from dpmon.model.recorded_stalls import final_stall
-from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
-from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.run_events import LoaderStart, ProcessInfo, RunEvents, parse_loader_start
+from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
 from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
@@ -101,7 +100,7 @@ class RunAnalysis:
         """The first exception, if the run failed: "rank 1: RuntimeError: no such token (train.py:12)"."""
         self.announced = RunEvents.read(store, read_all=True)
         self.open_calls = store.open_calls
-        self._state = snapshot = read_process_table(store, self.announced, ended)
+        self._state = snapshot = RunSnapshot(store, SnapshotRequest(span_s=0), ended, events=self.announced)
         self._ranks = {number: process.rank for number, process in snapshot.processes.items()}
         self._nodes = {number: process.node for number, process in snapshot.processes.items()}
         self.nodes = snapshot.nodes

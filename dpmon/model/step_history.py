@@ -5,13 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.pauses import Span
-from dpmon.model.run_snapshot import Column
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.activity_times import read_times
@@ -27,6 +26,26 @@ COLUMNS = 640
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Possible durations (s) of a column in a picture of the whole run, and of an interval in a report."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the history: the steps of one mode that ended in a time bucket. Sums in ns."""
+
+    second: int
+    """Start of the bucket."""
+    mode: str
+    count: int = 0
+    """Number of steps; 0 if there were none."""
+    wall_ns: int = 0
+    begin_ns: int = 0
+    """Start of its first step."""
+    phases: tuple[int, ...] = (0,) * len(PHASES)
+    """Sums in the order of PHASES."""
+    other_kind: str = ""
+    """Word for the kind of the steps if it is not the main kind of the run."""
+    stalled: bool = False
+    """Whether the run was stalled in this bucket, so that no step ended."""
 
 
 def column_width_s(range_s: int, length_s: int) -> int:

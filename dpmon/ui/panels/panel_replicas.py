@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dpmon.model.run_snapshot import CallTimings, Process
+from dpmon.model.recent_calls import CallTimings
+from dpmon.model.run_snapshot import Process
 from dpmon.record.record_types import Call, Size, count_rows
 from dpmon.record.schema import TRAINING
 from dpmon.sanitize import sanitize_line

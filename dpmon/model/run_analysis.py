@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, build_communication
 from dpmon.model.device_memory import DeviceMemory
 from dpmon.model.device_usage import DeviceUsage, DeviceUsageBuilder, HostUsage
@@ -193,7 +194,7 @@ class RunAnalysis:
             process.process: process.rank for process in self._state.training_processes if process.rank is not None
         }
         last_s = (self.last_step_ns or 0) // SECOND
-        return read_rank_waits(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
+        return read_rank_waits(self.store, BucketAnswers(), ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
     def ranks(self) -> list[RankSummary]:

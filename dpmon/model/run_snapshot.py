@@ -14,6 +14,7 @@ from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from dpmon.model.active_processes import find_training_processes
+from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, Wrapper, build_communication
 from dpmon.model.device_memory import DeviceMemory, memory_of_processes
 from dpmon.model.device_usage import DeviceHistory, DeviceSampleCache, mode_starts, read_peaks_by_mode
@@ -43,7 +44,6 @@ from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.schema import SECOND, TRAINING, WARM_UP
 from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
 from dpmon.stalls.run_state import StateInputs
-from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.store.collectives import CollectiveSums, LastSample, read_collective_sums, read_last_sample
 from dpmon.store.events import newest_event_id, read_newest_memory
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
@@ -376,7 +376,7 @@ class Process(LazyFacts):
         if not self._is_measured:
             return ()
         begin_s = max(self.end_s - self._history_s, 0)
-        columns = read_columns(self._run.store, self.process, begin_s, self.end_s, self.column_s)
+        columns = read_columns(self._run.store, self._run.answers, self.process, begin_s, self.end_s, self.column_s)
         return subtract_input_waits(columns, self._events.input_waits(self.process), self.column_s)
 
     @cached_property
@@ -495,6 +495,8 @@ class RunSnapshot(LazyFacts):
         """
         self.request, self.ended = request, ended
         self._caches = SnapshotCaches() if caches is None else caches
+        self.answers = self._caches.answers
+        """What was derived from finished time buckets."""
         if store is None:
             vars(self).update(_NOTHING)
             return
@@ -528,7 +530,7 @@ class RunSnapshot(LazyFacts):
         """Return what `read` returns now, or has returned up to `seconds` ago; as of an earlier time, always read."""
         if seconds <= 1 or self.at_ns is not None:
             return read()
-        return self._caches.answers.read_once(question, seconds, read)
+        return self.answers.read_once(question, seconds, read)
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -903,7 +905,7 @@ class RunSnapshot(LazyFacts):
         if self.request.span_s:
             start_s = max(focus.end_s - self.request.span_s, 0)
         ranks = {process: rank_of_process[process] for process in (*shown, *others)}
-        return read_rank_waits(self.store, ranks, start_s, focus.end_s, shown)
+        return read_rank_waits(self.store, self.answers, ranks, start_s, focus.end_s, shown)
 
     @cached_property
     def slowest(self) -> SlowSteps:

@@ -27,7 +27,7 @@ class SnapshotBuilder:
 
         All facts are queried, so that the store may be closed.
         """
-        store.remember(self._caches.answers)
+        self._caches.answers.start_read(store)
         snapshot = RunSnapshot(store, request, ended, self._caches)
         snapshot.query_everything()
         for number in snapshot.drawn:

@@ -10,6 +10,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.pauses import Span
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
 from dpmon.record.shared_names import CALL_PHASES
@@ -58,7 +59,9 @@ def column_width_s(range_s: int, length_s: int) -> int:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_columns(store: Store, process: int, start_s: int, end_s: int, width: int) -> tuple[Column, ...]:
+def read_columns(
+    store: Store, answers: BucketAnswers, process: int, start_s: int, end_s: int, width: int
+) -> tuple[Column, ...]:
     """Return the columns of a process from `start_s` to `end_s` (the second after the newest step), oldest first."""
 
     def read(start_s: int, end_s: int) -> dict[int, list[Column]]:
@@ -69,7 +72,7 @@ def read_columns(store: Store, process: int, start_s: int, end_s: int, width: in
         return columns
 
     question = "columns", process, store.main_kind
-    return tuple(chain(*store.answers.read(store, question, width, start_s, end_s, read).values()))
+    return tuple(chain(*answers.read(store, question, width, start_s, end_s, read).values()))
 
 
 def subtract_input_waits(columns: Sequence[Column], waits: Iterable[Span], width: int) -> tuple[Column, ...]:

@@ -526,6 +526,14 @@ class RunSnapshot(LazyFacts):
         """The process that the user has chosen to see."""
         return self.request.process
 
+    def query_everything(self) -> None:
+        """Query all facts, also those of the processes that are drawn."""
+        super().query_everything()
+        for number in self.drawn:
+            self.processes[number].query_everything()
+        for process in self.processes.values():
+            process.forget_run()
+
     def read_at_most_every(self, seconds: int, question: Hashable, read: Callable[[], _Fact]) -> _Fact:
         """Return what `read` returns now, or has returned up to `seconds` ago; as of an earlier time, always read."""
         if seconds <= 1 or self.at_ns is not None:

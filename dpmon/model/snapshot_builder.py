@@ -30,8 +30,4 @@ class SnapshotBuilder:
         self._caches.answers.start_read(store)
         snapshot = RunSnapshot(store, request, ended, self._caches)
         snapshot.query_everything()
-        for number in snapshot.drawn:
-            snapshot.processes[number].query_everything()
-        for process in snapshot.processes.values():
-            process.forget_run()
         return snapshot

@@ -46,7 +46,7 @@ from dpmon.model.run_snapshot import DEFAULT_REQUEST, LazyFacts, RunSnapshot, Sn
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
 from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
-from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import read_collective_sums
 from dpmon.store.device_rollups import read_device_minutes
@@ -123,11 +123,9 @@ class RunAnalysis(LazyFacts):
         return self._ranks.get(process)
 
     def _name(self, process: int, rank_counts: Mapping[int | None, int]) -> str:
-        rank = self.rank(process)
-        if rank is None:
-            return f"process {process}{node_suffix(self._nodes.get(process))}"
-        name = rank_name(rank, self._nodes.get(process))
-        return f"{name} (process {process})" if rank_counts[rank] > 1 else name
+        name = self.state.processes[process].name
+        is_ambiguous = self.rank(process) is not None and rank_counts[self.rank(process)] > 1
+        return f"{name} (process {process})" if is_ambiguous else name
 
     @cached_property
     def layouts(self) -> CallLayouts:

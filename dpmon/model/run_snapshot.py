@@ -28,12 +28,9 @@ from dpmon.model.recent_calls import CALLS_READ, CallTimings, RecentCalls, Root
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_events import (
     ActiveMode,
-    ModeChange,
     ModeRefusal,
-    PauseChange,
     ProcessInfo,
     RunEvents,
-    WarningRecord,
 )
 from dpmon.model.slow_steps import SlowStepCache, SlowSteps, StepUnevenness, read_unevenness
 from dpmon.model.step_history import COLUMNS, Column, column_width_s, read_columns, subtract_input_waits
@@ -499,7 +496,16 @@ class RunSnapshot(LazyFacts):
         """What was derived from finished time buckets."""
         if store is None:
             vars(self).update(_NOTHING)
-            return
+        else:
+            self._read_from(store)
+            events = self._read_events() if events is None else events
+        self.events = RunEvents() if events is None else events
+        self.mode_changes, self.mode_change_count = self.events.changes, self.events.change_count
+        """The newest changes, oldest first, and the number of all; pauses, warnings and stalls likewise."""
+        self.warnings, self.warning_count = self.events.warnings, self.events.warning_count
+        self.pauses, self.stalls = self.events.pauses, self.events.stalls
+
+    def _read_from(self, store: Store) -> None:
         self.store = store
         self.at_ns: int | None = None if store.until_s is None else store.until_ns
         """The time of the snapshot (ns since the run's start); None: now."""
@@ -513,8 +519,6 @@ class RunSnapshot(LazyFacts):
         """The word for each kind of steps (`Store.kind_words`)."""
         self.rank_by_process: Mapping[int, int | None] = store.ranks
         """The ranks that are known from rings, by process."""
-        if events is not None:
-            vars(self)["events"] = events
 
     @property
     def over(self) -> bool:
@@ -542,43 +546,12 @@ class RunSnapshot(LazyFacts):
 
     # ------------------------------------------------------------------------------------------ events
 
-    @cached_property
-    def events(self) -> RunEvents:
-        """The events up to the time of the snapshot, the newest of each kind."""
+    def _read_events(self) -> RunEvents:
+        """Return the events up to the time of the snapshot, the newest of each kind."""
         key = newest_event_id(self.store), self.store.pruned, self.store.until_ns, len(self.store.ranks)
         if self._caches.events[0] != key:
             self._caches.events = key, RunEvents.read(self.store)
         return self._caches.events[1]
-
-    @cached_property
-    def mode_changes(self) -> tuple[ModeChange, ...]:
-        """The newest changes, oldest first; `pauses` and `warnings` likewise."""
-        return self.events.changes
-
-    @cached_property
-    def mode_change_count(self) -> int:
-        """Number of all changes of mode."""
-        return self.events.change_count
-
-    @cached_property
-    def pauses(self) -> tuple[PauseChange, ...]:
-        """See `mode_changes`."""
-        return self.events.pauses
-
-    @cached_property
-    def warnings(self) -> tuple[WarningRecord, ...]:
-        """See `mode_changes`."""
-        return self.events.warnings
-
-    @cached_property
-    def warning_count(self) -> int:
-        """Number of all warnings."""
-        return self.events.warning_count
-
-    @cached_property
-    def stalls(self) -> tuple[RecordedStall, ...]:
-        """The newest stalls, oldest first."""
-        return self.events.stalls
 
     @property
     def current_stall(self) -> RecordedStall | None:
@@ -967,7 +940,6 @@ _NOTHING: dict[str, Any] = {
     **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "drawn", "trained_processes"), ()),
     **dict.fromkeys(("at_ns", "unfit", "communication", "rank_waits", "last_sample")),
     **dict.fromkeys(("missed", "open_calls"), 0),
-    "events": RunEvents(),
     "host": DeviceHistory(),
     "main_kind": TRAINING,
     "slowest": SlowSteps(),

@@ -11,11 +11,9 @@ from typing import Any
 
 from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.cli.status_stream import status_members, step_line
-from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, assess_health, read_health
@@ -100,9 +98,10 @@ def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
         with suppress(RunError), open_store(directory) as store:
             print_unread_warning(reader.info, store)
             request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
-            snapshot = SnapshotBuilder().build(store, request, ended_processes(reader.activities()))
-            run = analyze_run(store, directory, exit_info)
+            run = analyze_run(store, directory, exit_info, request=request)
             run.query_everything()
+            run.state.query_everything()
+            snapshot = run.state
             findings = [finding._asdict() for finding in find_all(run)[:MAX_FINDINGS]]
         health = assess_health(reader, snapshot)
         is_local = not has_ended and word != ELSEWHERE  # another machine has another monotonic clock

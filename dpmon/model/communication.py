@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from statistics import fmean
@@ -216,35 +216,6 @@ class Communication:
         """Labels and texts, the most important first."""
         return _labeled_texts(self)
 
-    def with_times(
-        self,
-        ranks: Sequence[RankTimes],
-        wrappers: Sequence[Wrapper],
-        elsewhere: Sequence[RankTimes],
-        groups: Mapping[int, Group | None],
-    ) -> Communication:
-        """Return a copy with other times.
-
-        `wrappers`: the wrappers of all ranks. `groups`: the process group of each rank.
-        """
-        missing = None
-        if not any(rank.joined for rank in ranks):
-            missing = _unknown_wait_reason((*ranks, *elsewhere), self.wrappers)
-        waits_in_forward = any(wrapper.waits_in_forward for wrapper in wrappers)
-        unit, steps_per_unit = _averaging_unit_of(ranks)
-
-        def with_group(rank: RankTimes) -> RankTimes:
-            group = groups[rank.rank]
-            if unit == "update":
-                rank = rank.per_update(steps_per_unit)
-            if rank.group == group and rank.waits_in_forward == waits_in_forward:
-                return rank  # as usual; there may be a thousand ranks
-            return rank._replace(group=group, waits_in_forward=waits_in_forward)
-
-        return replace(
-            self, ranks=tuple(map(with_group, ranks)), elsewhere=tuple(map(with_group, elsewhere)), missing=missing
-        )
-
     def other_waits(self) -> tuple[str, ...]:
         """Return sentences about waits between ranks that do not happen at the end of the backward pass."""
         is_cause = {
@@ -288,11 +259,32 @@ def build_communication(
         if first is not None and wrapper.process == first.process
     ]
     rank_wrappers.sort(key=lambda wrapper: wrapper.number)
-    without_times = Communication(
-        (), tuple(rank_wrappers), _torch_times(wrappers), lately, None, tally, collectives, sampled_of
-    )
+    missing = None
+    if not any(rank.joined for rank in ranks):
+        missing = _unknown_wait_reason((*ranks, *elsewhere), rank_wrappers)
     groups = groups_of([rank.rank for rank in (*ranks, *elsewhere)], wrappers)
-    return without_times.with_times(ranks, wrappers, elsewhere, groups)
+    waits_in_forward = any(wrapper.waits_in_forward for wrapper in wrappers)
+    unit, steps_per_unit = _averaging_unit_of(ranks)
+
+    def with_group(rank: RankTimes) -> RankTimes:
+        group = groups[rank.rank]
+        if unit == "update":
+            rank = rank.per_update(steps_per_unit)
+        if rank.group == group and rank.waits_in_forward == waits_in_forward:
+            return rank  # as usual; there may be a thousand ranks
+        return rank._replace(group=group, waits_in_forward=waits_in_forward)
+
+    return Communication(
+        tuple(map(with_group, ranks)),
+        tuple(rank_wrappers),
+        _torch_times(wrappers),
+        lately,
+        missing,
+        tally,
+        collectives,
+        sampled_of,
+        tuple(map(with_group, elsewhere)),
+    )
 
 
 def groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:

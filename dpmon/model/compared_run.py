@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dpmon.model.mode_comparison import is_compared
 from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.run_events import ProcessInfo
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import (
     EVALUATION,

@@ -11,7 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.device_memory import memory_by_device
-from dpmon.model.run_snapshot import DeviceHistory, ModeChange
+from dpmon.model.run_events import ModeChange
+from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
 from dpmon.store.device_rollups import DeviceRollup
 from dpmon.store.events import ChartSample, read_chart_samples, read_newest_memory, read_sample
@@ -40,6 +41,27 @@ _HIGHEST = {
     "power_w": "power_max",
 }
 """Members of records that are reported by their highest value, and the fields of DeviceUsage that hold it."""
+
+
+class DeviceHistory(NamedTuple):
+    """The newest sample of a GPU, or of the host, and its histories: one value per second, None if unknown."""
+
+    data: Mapping[str, object] = {}
+    t_ns: int | None = None
+    second: int = -1
+    """Time of the newest value."""
+    util: tuple[float | None, ...] = ()
+    """Utilization in per cent."""
+    mem: tuple[float | None, ...] = ()
+    """Used memory in per cent of the total."""
+    power: tuple[float | None, ...] = ()
+    """Watts."""
+
+    @property
+    def mem_pct(self) -> float | None:
+        """Used memory in the newest sample, in per cent of the total."""
+        used, total = number_member(self.data, "mem_used_bytes"), number_member(self.data, "mem_total_bytes")
+        return used / total * 100 if used is not None and total else None
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from dpmon.model.run_snapshot import PauseChange
+from dpmon.model.run_events import PauseChange
 from dpmon.record.schema import SECOND
 from dpmon.store.time_accounting import union_of_intervals
 

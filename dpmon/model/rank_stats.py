@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dpmon.model.communication import Wrapper, groups_of
-from dpmon.model.run_snapshot import MAX_LEAST_WAITING, Process
 from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
-from dpmon.model.throughput import sample_unevenly, stats_until_s
+from dpmon.model.throughput import sample_unevenly
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, split_tallies_by_process
+from dpmon.store.step_stats import StepStats, compute_step_stats, merge_mode_tallies, split_tallies_by_process
 from dpmon.store.steps import find_unknown_wait, read_waits
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies
 
 if TYPE_CHECKING:
+    from dpmon.model.run_snapshot import Process
     from dpmon.store.store_queries import Store
 
+MAX_LEAST_WAITING = 10
+"""Number of the slowest ranks that are shown of many."""
 Seconds = tuple[range, ...]
 """Seconds of stalls, in order of time."""
 RANK_STEPS, RANK_S = 50, 5
@@ -158,7 +160,7 @@ class RankTimesCache:
         if focus.last_step is None:
             return ()
         ranks = sorted((rank for rank in (focus, *others) if rank.rank is not None), key=_RANK)
-        end_s, processes = stats_until_s(store, focus), tuple(rank.process for rank in ranks)
+        end_s, processes = focus.end_s, tuple(rank.process for rank in ranks)
         stalled *= store.is_mirror
         if (processes, stalled) != (self._of, self._stalled):
             self._of, self._stalled, self._width_s = processes, stalled, RANK_S
@@ -256,7 +258,7 @@ def _rank_times(
     The seconds are whole, at least `width_s`, and enough for about RANK_STEPS steps.
     """
     assert focus.last_step is not None
-    end_s = max(stats_until_s(store, rank) for rank in (focus, *ranks) if rank.last_step is not None)
+    end_s = max(rank.end_s for rank in (focus, *ranks) if rank.last_step is not None)
     if focus.last_step.kind != store.main_kind and focus.recent.last_ns is not None:
         end_s = min(end_s, focus.recent.last_ns // SECOND + 1)  # the ranks train together in training steps only
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
@@ -279,12 +281,13 @@ def _rank_times(
         width_s = min(-(-width_s * MIN_STEPS // joined), _SAMPLED_S)
 
 
-def with_range_stats(store: Store, processes: Iterable[Process], range_s: int) -> Iterator[Process]:
-    """Yield the processes with their metrics over the last `range_s` seconds; 0: over the whole run."""
+def read_range_stats(store: Store, processes: Iterable[Process], range_s: int) -> dict[int, StepStats]:
+    """Return the metrics of processes over the last `range_s` seconds, by process; 0: over the whole run."""
     by_end: dict[int, list[Process]] = {}
     for process in processes:
         if process.last_step is not None:
-            by_end.setdefault(stats_until_s(store, process), []).append(process)
+            by_end.setdefault(process.end_s, []).append(process)
+    stats: dict[int, StepStats] = {}
     for end_s, group in by_end.items():
         start_s = max(end_s - range_s, 0) if range_s else 0
         numbers = tuple(process.process for process in group)
@@ -293,4 +296,5 @@ def with_range_stats(store: Store, processes: Iterable[Process], range_s: int) -
         for process in group:
             mode = process.last_step.mode if process.last_step is not None else ""
             tally = merge_mode_tallies(by_process.get(process.process, {}), mode, store.main_kind)
-            yield replace(process, figures=compute_step_stats(mode, tally=tally, rate=None))
+            stats[process.process] = compute_step_stats(mode, tally=tally, rate=None)
+    return stats

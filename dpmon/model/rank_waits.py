@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.stragglers import RankTimes, Straggler, median_without
 from dpmon.record.schema import STEP, TRAINING, WAIT, step_kind
 from dpmon.store.tally_tables import read_tally_rows
@@ -34,12 +35,17 @@ class RankWaits(NamedTuple):
 
 
 def read_rank_waits(
-    store: Store, ranks: Mapping[int, int], start_s: int, end_s: int, shown: Iterable[int] | None = None
+    store: Store,
+    answers: BucketAnswers,
+    ranks: Mapping[int, int],
+    start_s: int,
+    end_s: int,
+    shown: Iterable[int] | None = None,
 ) -> RankWaits:
     """Return the waits between two seconds; `ranks`: rank by process; `shown`: the processes to return."""
     needed = len(ranks) * max(end_s - start_s, 1) // MOST_READ
     width = next((width for width in WIDTHS if width > needed), WIDTHS[-1])
-    shares = store.answers.read(
+    shares = answers.read(
         store,
         ("rank waits", *sorted(ranks.items())),
         width,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.run_snapshot import CallTimings, TimePercentiles
 from dpmon.record.record_types import Call, CallParts, CallRow, Step
 from dpmon.record.schema import device_series, is_device_series, step_kind
 from dpmon.store import quantile_sketch
@@ -30,6 +29,28 @@ PARTS_KEPT = 8
 """Most calls of one root in a step that are shown separately."""
 _TIMED = 64
 """Number of newest calls that provide times if no tally has them."""
+
+
+class TimePercentiles(NamedTuple):
+    """Times of one replica or stage in ns: 5th percentile, median, 95th percentile, and the number of calls."""
+
+    low: float
+    middle: float
+    high: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimings:
+    """The last call of one root, and its replicas' times in similar calls."""
+
+    last: Call
+    times: tuple[TimePercentiles | None, ...] = ()
+    """Host times, by replica or stage."""
+    device_ns: Mapping[int, float] = field(default_factory=dict)
+    """Median device time (ns) by replica or stage, if known."""
+    parts: tuple[CallTimings, ...] = ()
+    """If a step calls this root several times, the timings of its first call in a step, of its second, and so on."""
 
 
 class RecentCalls:

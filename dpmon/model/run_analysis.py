@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, build_communication
 from dpmon.model.device_memory import DeviceMemory
 from dpmon.model.device_usage import DeviceUsage, DeviceUsageBuilder, HostUsage
@@ -37,15 +38,14 @@ from dpmon.model.pauses import (
     build_pauses,
     pause_totals,
 )
-from dpmon.model.process_selection import read_process_table
 from dpmon.model.rank_waits import RankWaits, read_rank_waits
 from dpmon.model.recorded_stalls import final_stall
-from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
-from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.run_events import LoaderStart, ProcessInfo, RunEvents, parse_loader_start
+from dpmon.model.run_snapshot import DEFAULT_REQUEST, LazyFacts, RunSnapshot, SnapshotRequest
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
 from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
-from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import read_collective_sums
 from dpmon.store.device_rollups import read_device_minutes
@@ -76,7 +76,7 @@ _MIN_STEPS_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
 
 
-class RunAnalysis:
+class RunAnalysis(LazyFacts):
     """The analysis of one run, from its start to now or to its end. Times in ns since its start."""
 
     def __init__(
@@ -85,11 +85,12 @@ class RunAnalysis:
         ended: frozenset[int] = frozenset(),
         end_ns: int | None = None,
         *,
+        request: SnapshotRequest = DEFAULT_REQUEST,
         stop_asked_ns: int | None = None,
         death: str | None = None,
         raised: str | None = None,
     ) -> None:
-        """`ended`: processes that have ended. `stop_asked_ns`: when the user asked the run to stop."""
+        """`ended`: processes that have ended. `request`: for `state`. `stop_asked_ns`: when a stop was requested."""
         self.store = store
         self.end_ns = end_ns
         """When the run ended; None while it runs, or if the supervisor did not record the end."""
@@ -100,7 +101,8 @@ class RunAnalysis:
         """The first exception, if the run failed: "rank 1: RuntimeError: no such token (train.py:12)"."""
         self.announced = RunEvents.read(store, read_all=True)
         self.open_calls = store.open_calls
-        self._state = snapshot = read_process_table(store, self.announced, ended)
+        self.state = snapshot = RunSnapshot(store, request, ended, events=self.announced)
+        """Its state as of now, with the metrics of a time range."""
         self._ranks = {number: process.rank for number, process in snapshot.processes.items()}
         self._nodes = {number: process.node for number, process in snapshot.processes.items()}
         self.nodes = snapshot.nodes
@@ -113,12 +115,6 @@ class RunAnalysis:
         self.names = {process: self._name(process, rank_counts) for process in processes} if len(processes) > 1 else {}
         """The names of the processes with steps, such as "rank 0"; empty if there is only one."""
 
-    def query_everything(self) -> None:
-        """Query all values, so that none of them needs the store any more."""
-        for name, member in vars(RunAnalysis).items():
-            if isinstance(member, cached_property):
-                getattr(self, name)
-
     # ------------------------------------------------------------------------------------------ processes
 
     def rank(self, process: int) -> int | None:
@@ -126,11 +122,9 @@ class RunAnalysis:
         return self._ranks.get(process)
 
     def _name(self, process: int, rank_counts: Mapping[int | None, int]) -> str:
-        rank = self.rank(process)
-        if rank is None:
-            return f"process {process}{node_suffix(self._nodes.get(process))}"
-        name = rank_name(rank, self._nodes.get(process))
-        return f"{name} (process {process})" if rank_counts[rank] > 1 else name
+        name = self.state.processes[process].name
+        is_ambiguous = self.rank(process) is not None and rank_counts[self.rank(process)] > 1
+        return f"{name} (process {process})" if is_ambiguous else name
 
     @cached_property
     def layouts(self) -> CallLayouts:
@@ -184,11 +178,9 @@ class RunAnalysis:
         """Which ranks the others waited for, over the whole run; for each rank, of its newest process."""
         if self.communication is None or not self.communication.ranks_with_waits:
             return RankWaits()
-        ranks = {
-            process.process: process.rank for process in self._state.training_processes if process.rank is not None
-        }
+        ranks = {process.process: process.rank for process in self.state.training_processes if process.rank is not None}
         last_s = (self.last_step_ns or 0) // SECOND
-        return read_rank_waits(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
+        return read_rank_waits(self.store, BucketAnswers(), ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
     def ranks(self) -> list[RankSummary]:
@@ -221,7 +213,7 @@ class RunAnalysis:
     @cached_property
     def memory(self) -> list[DeviceMemory]:
         """The memory of each device, for the processes that trained last."""
-        return self._state.device_memory
+        return self.state.device_memory
 
     # ------------------------------------------------------------------------------------------ modes
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
 from dpmon.model.recorded_stalls import RecordedStall
-from dpmon.model.run_snapshot import ModeChange, ModeRefusal, PauseChange, ProcessInfo, WarningRecord
 from dpmon.record.schema import SECOND
 from dpmon.store.events import count_events, read_events
 
@@ -28,6 +27,62 @@ ANSWERING_STEPS = 100
 
 
 _Row = TypeVar("_Row")
+
+
+class ProcessInfo(NamedTuple):
+    """What a training process reported about itself; None if it did not report it."""
+
+    process: int
+    rank: int | None = None
+    world: int | None = None
+    pid: int | None = None
+    python: str | None = None
+    torch: str | None = None
+
+
+class ModeChange(NamedTuple):
+    """The reply to a request for a mode, or the mode at the start."""
+
+    process: int
+    mode: str
+    root: str = ""
+    t_ns: int | None = None
+    step: int | None = None
+    requested_by: str = ""
+    devices: tuple[str, ...] = ()
+    virtual: bool = False
+    reason: str | None = None
+    refused: str | None = None
+
+
+class ModeRefusal(NamedTuple):
+    """A mode that a root refused, on request or at its start."""
+
+    mode: str
+    reason: str
+
+
+class PauseChange(NamedTuple):
+    """The training paused after a step, or resumed."""
+
+    process: int
+    t_ns: int
+    step: int | None
+    paused: bool
+    paused_ns: int | None = None
+    """Duration of the pause, for a resumption."""
+    reason: str | None = None
+    """Why the training resumed without a request."""
+    refused: str | None = None
+    """Why the training did not pause."""
+
+
+class WarningRecord(NamedTuple):
+    """A warning of dpmon, from the tracer (process) or from the supervisor (None)."""
+
+    process: int | None
+    t_ns: int | None
+    text: str
 
 
 class LoaderStart(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.store.loops import find_epoch
 from dpmon.store.quantile_sketch import bin_middle
-from dpmon.store.steps import StepRow, find_first_step_ns, read_longest_training_steps
+from dpmon.store.steps import StepRow, find_first_step_ns, read_longest_steps, read_longest_training_steps
 from dpmon.store.tally import Tally
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _SPARE = 4
 """How many times as many steps are kept as shown: they replace the longest steps when these leave the range."""
 _LATE = 4096
 """Ids to read again, because the rows of a synchronized pass arrive one after the other."""
+_MAX_LONG_STEPS = 64
+"""Most long steps that are searched for what makes steps uneven."""
 _SHOWN = {**{phase.name: phase.display_name for phase in PHASES}, REST: "forward"}
 
 
@@ -182,6 +184,21 @@ def uneven_steps(
     return StepUnevenness(
         count / steps.count, min(spent_ns / steps.total, 1.0), _main_excess_phase(tally, long_steps, waits)
     )
+
+
+def read_unevenness(
+    store: Store, process: int, stats: StepStats, waits: Sequence[tuple[int, int]]
+) -> StepUnevenness | None:
+    """Return how uneven the steps of these metrics are; None if the median represents them."""
+    tally = stats.tally
+    if uneven_steps(tally, (), waits) is None:
+        return None
+    longest = read_longest_steps(store, _MAX_LONG_STEPS, stats.mode, process=process, newest_only=True)
+    unevenness = uneven_steps(tally, longest, waits)
+    if unevenness is not None and unevenness.phase == INPUT:  # count the time of the waits, not of these steps
+        waited = overlap_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
+        return unevenness._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
+    return unevenness
 
 
 def _main_excess_phase(tally: Tally, long_steps: Sequence[StepRow], waits: Sequence[tuple[int, int]]) -> str | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.pauses import Span
-from dpmon.model.run_snapshot import Column
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.activity_times import read_times
@@ -29,6 +29,26 @@ _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 2880
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the history: the steps of one mode that ended in a time bucket. Sums in ns."""
+
+    second: int
+    """Start of the bucket."""
+    mode: str
+    count: int = 0
+    """Number of steps; 0 if there were none."""
+    wall_ns: int = 0
+    begin_ns: int = 0
+    """Start of its first step."""
+    phases: tuple[int, ...] = (0,) * len(PHASES)
+    """Sums in the order of PHASES."""
+    other_kind: str = ""
+    """Word for the kind of the steps if it is not the main kind of the run."""
+    stalled: bool = False
+    """Whether the run was stalled in this bucket, so that no step ended."""
+
+
 def column_width_s(range_s: int, length_s: int) -> int:
     """Return the seconds per column. `range_s`: the time range; 0: the whole run, which has lasted `length_s`."""
     if range_s:
@@ -39,7 +59,9 @@ def column_width_s(range_s: int, length_s: int) -> int:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_columns(store: Store, process: int, start_s: int, end_s: int, width: int) -> tuple[Column, ...]:
+def read_columns(
+    store: Store, answers: BucketAnswers, process: int, start_s: int, end_s: int, width: int
+) -> tuple[Column, ...]:
     """Return the columns of a process from `start_s` to `end_s` (the second after the newest step), oldest first."""
 
     def read(start_s: int, end_s: int) -> dict[int, list[Column]]:
@@ -50,7 +72,7 @@ def read_columns(store: Store, process: int, start_s: int, end_s: int, width: in
         return columns
 
     question = "columns", process, store.main_kind
-    return tuple(chain(*store.answers.read(store, question, width, start_s, end_s, read).values()))
+    return tuple(chain(*answers.read(store, question, width, start_s, end_s, read).values()))
 
 
 def subtract_input_waits(columns: Sequence[Column], waits: Iterable[Span], width: int) -> tuple[Column, ...]:

@@ -7,11 +7,13 @@ its calls are shown in place of forward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.run_snapshot import Process
 from dpmon.record.record_types import Call, Step
 from dpmon.record.schema import phase_by_name
+
+if TYPE_CHECKING:
+    from dpmon.model.run_snapshot import Process
 
 
 class Piece(NamedTuple):

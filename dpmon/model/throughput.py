@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from dpmon.model.run_snapshot import Process, RecentRate, RunSnapshot
 from dpmon.record.schema import SECOND, STEP, STEP_KINDS, step_kind
 from dpmon.store.activity_times import read_times
 from dpmon.store.step_stats import Rate, compute_rate
@@ -17,6 +16,7 @@ from dpmon.store.tally_tables import read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
+    from dpmon.model.run_snapshot import Process, RunSnapshot
     from dpmon.store.store_queries import Store
 
 WINDOW_S = 10
@@ -25,6 +25,17 @@ MAX_RATES = 128
 _GOLDEN_RATIO = 0.6180339887
 _NO_STEP = "no step has finished yet"
 _Item = TypeVar("_Item")
+
+
+class RecentRate(NamedTuple):
+    """The last ten seconds of training in the current mode; `rate` is None if there are too few steps."""
+
+    rate: Rate | None = None
+    """The rate of all ranks that train together."""
+    last_ns: int | None = None
+    """The end of the last training step."""
+    step_ns: int = 0
+    """The mean time of a step, with the time between steps."""
 
 
 class RecentTraining(NamedTuple):
@@ -57,17 +68,6 @@ class Throughput(NamedTuple):
     def samples_per_s(self) -> float | None:
         """Samples per second of elapsed training time."""
         return None if self.rate is None else self.rate.samples_per_s
-
-
-def stats_until_s(store: Store, process: Process) -> int:
-    """Return the second before which the metrics of a process end; they include its newest step.
-
-    As of a time in the past, they include only whole seconds, unless the process has none yet.
-    """
-    assert process.last_step is not None
-    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
-    until_s = store.until_s
-    return end_s if until_s is None or until_s <= process.began_ns // SECOND + 1 else min(end_s, until_s)
 
 
 def sample_unevenly(items: Sequence[_Item], limit: int) -> Sequence[_Item]:

@@ -9,7 +9,7 @@ from typing import Literal
 from dpmon.model.mode_stats import slowest_first
 from dpmon.model.nodes import gpu_name
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import ModeChange
+from dpmon.model.run_events import ModeChange
 from dpmon.model.step_history import PARTS, Bin
 from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import PHASES

@@ -12,6 +12,7 @@ from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_snapshot import DEFAULT_REQUEST, SnapshotRequest
 from dpmon.report.health import read_health
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
@@ -99,12 +100,18 @@ def analyze_run(
     stop_requested_ns: int | None = None,
     death: str | None = None,
     raised: str | None = None,
+    request: SnapshotRequest = DEFAULT_REQUEST,
 ) -> RunAnalysis:
-    """Return the analysis of the run in `directory`. `exit_info`: how it ended; None while it runs, or if unknown."""
+    """Return the analysis of the run in `directory`. `exit_info`: how it ended; None while it runs, or if unknown.
+
+    `request`: for its state.
+    """
     with closing(RunReader(directory)) as reader:
         ended = ended_processes(reader.activities())
     end_ns = None if exit_info is None or exit_info.by != "supervisor" else int(exit_info.seconds * 1e9)
-    return RunAnalysis(store, ended, end_ns, stop_asked_ns=stop_requested_ns, death=death, raised=raised)
+    return RunAnalysis(
+        store, ended, end_ns, request=request, stop_asked_ns=stop_requested_ns, death=death, raised=raised
+    )
 
 
 def read_output_tail(reader: RunReader) -> bytes:

@@ -12,7 +12,7 @@ from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.run_events import ProcessInfo
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData

@@ -17,9 +17,9 @@ a number has the same digits everywhere.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import (
@@ -273,12 +273,14 @@ class StatsWindow:
         begin_s: int = 0,
         end_s: int = 1 << 40,
         process: int | None = None,
+        series: Collection[str] | None = None,
     ) -> None:
-        """`process`: use only its steps; None for all processes."""
+        """`process`: use only its steps; None for all processes. `series`: only these are needed; None: all."""
         self.ranks: Mapping[int, int | None] = store.ranks
         """Rank by process. A reader may know more of them than the store."""
         self._store = store
         self._process = process
+        self._read = partial(read_tallies, store, begin_s, end_s, process=process, series=series)
         self.processes = store.processes if process is None else [process]
         """Processes that have steps, in this window or not."""
         self._begin_s, self._end_s = begin_s, end_s
@@ -291,7 +293,7 @@ class StatsWindow:
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
         """The tallies of all processes."""
-        return read_tallies(self._store, self._begin_s, self._end_s, process=self._process)
+        return self._read()
 
     @cached_property
     def tallies_by_process(self) -> dict[int, dict[TallyKey, Tally]]:
@@ -301,9 +303,7 @@ class StatsWindow:
     @cached_property
     def left_out(self) -> dict[TallyKey, Tally]:
         """Tallies of the steps that statistics exclude (dpmon.record.schema.EXCLUDED)."""
-        return read_tallies(
-            self._store, self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True
-        )
+        return self._read(sketches=False, left_out=True)
 
     def step_counts(self, kind: int, mode: str | None = None) -> tuple[int, int]:
         """Return the number of steps of a kind and of their updates; of a mode, without those that statistics exclude.

@@ -13,7 +13,6 @@ from typing import Any
 
 from dpmon.record.history_rows import Defined, Resolver
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, SECOND, STEP_KINDS, TRAINING
-from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.store.database import HistoryConnection
 from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.rings import RINGS
@@ -23,8 +22,6 @@ from dpmon.store.time_buckets import TimeBuckets, bucket_start
 _MANY, _MIN_NEAR_IDS = 8, 2048
 """For more processes than the first, rows are searched among the ids near that of one of them: `_MANY` for each ring on
 either side, and at least the second."""
-_ROWS_PER_SIDE = 2
-"""How many rows a search for a time reads on each side. To find more, SQLite would skip the rows of too many ranks."""
 
 
 class Store:
@@ -79,10 +76,6 @@ class Store:
         """Methods that return the newest rows leave out rows after this time (ns since the run's start)."""
         self._last_ids: dict[int, int] = {}
         """By process: see `last_id`."""
-        self._last_found_id = 0
-        """The previous result of `_find_last_id`; 0 if there is none."""
-        self.answers = BucketAnswers()
-        """What was derived from finished time buckets: see `remember`."""
         self.undefined = 0
         """Number of rows without a record, because they refer to a lost definition."""
 
@@ -91,11 +84,6 @@ class Store:
         store = copy(self)
         store.until_ns, store._last_ids = LAST_NS if t_ns is None else t_ns, {}
         return store
-
-    def remember(self, answers: BucketAnswers) -> None:
-        """Use the answers that earlier reads of this history have derived, as far as they still hold."""
-        answers.start_read(self)
-        self.answers = answers
 
     @property
     def unread_warning(self) -> str | None:
@@ -210,28 +198,18 @@ class Store:
         A binary search from `low_id` to `high_id`: the rows of one process are in order of time.
         """
         query = (
-            "SELECT id, start_ns + wall_ns <= ? FROM steps WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id {}"
-            f" LIMIT {_ROWS_PER_SIDE}"
+            "SELECT id, start_ns + wall_ns <= ? FROM steps WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id LIMIT 1"
         )
-        # Start where another process's row was found: the rows of one time have similar ids.
-        middle_id = self._last_found_id or (low_id + high_id) // 2
+        last_id = low_id - 1
         while low_id <= high_id:
-            middle_id = min(max(middle_id, low_id), high_id)
-            rows_below = self.query(query.format("DESC"), (self.until_ns, process, low_id, middle_id))
-            rows_above = self.query(query.format(""), (self.until_ns, process, middle_id + 1, high_id))
-            rows = (*rows_below, *rows_above)
-            ended_ids = [row_id for row_id, has_ended in rows if has_ended]
-            later_ids = [row_id for row_id, has_ended in rows if not has_ended]
-            low_id, high_id = max(ended_ids, default=low_id - 1) + 1, min(later_ids, default=high_id + 1) - 1
-            if ended_ids and later_ids:
-                break  # no other row is between them
-            if not later_ids and len(rows_above) < _ROWS_PER_SIDE:
-                break  # no row is above them
-            if not ended_ids and len(rows_below) < _ROWS_PER_SIDE:
-                break  # no row is below them
             middle_id = (low_id + high_id) // 2
-        self._last_found_id = low_id - 1
-        return low_id - 1
+            rows = self.query(query, (self.until_ns, process, middle_id, high_id))
+            if any(has_ended for _, has_ended in rows):
+                ((last_id, _),) = rows
+                low_id = last_id + 1
+            else:
+                high_id = middle_id - 1
+        return last_id
 
     @property
     def dropped(self) -> int:

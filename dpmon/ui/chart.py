@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
-from dpmon.model.run_snapshot import PHASES, Column
+from dpmon.model.run_snapshot import PHASES
+from dpmon.model.step_history import Column
 from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
 from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.run_snapshot import DeviceHistory
+from dpmon.model.device_usage import DeviceHistory
 from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line

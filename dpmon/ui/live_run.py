@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.run_snapshot import (
-    MAX_FULLY_READ,
-    MAX_LEAST_WAITING,
-    RunSnapshot,
-    SnapshotRequest,
-    WarningRecord,
-    toggle_refusal,
-)
+from dpmon.model.rank_stats import MAX_LEAST_WAITING
+from dpmon.model.run_events import WarningRecord
+from dpmon.model.run_snapshot import MAX_FULLY_READ, RunSnapshot, SnapshotRequest, toggle_refusal
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.lifecycle import has_live_supervisor
@@ -221,7 +216,7 @@ class LiveRun:
                 return read(store.as_of(time_ns))
         except HistoryError as error:
             warning = WarningRecord(None, self.now_ns(), str(error))
-            self.state = replace(self.state, warnings=(warning,), warning_count=1)
+            self.state = self.state.with_facts(warnings=(warning,), warning_count=1)
         return None
 
     def _note_exit(self, exit_info: ExitInfo) -> None:
@@ -493,12 +488,11 @@ class LiveRun:
 
         Unlike a snapshot, this has no limits of a screen: it may take a second.
         """
-        from dpmon.model.run_events import RunEvents
         from dpmon.model.slow_steps import SlowStepCache
-        from dpmon.model.snapshot_builder import slow_steps_of
+
+        request = self._snapshot_request(screen.view)
 
         def read(store: Store) -> SlowSteps:
-            input_waits = RunEvents.read(store).inputs
-            return slow_steps_of(store, screen.state, screen.view.range_s, limit, input_waits, SlowStepCache())
+            return RunSnapshot(store, request, screen.state.ended).read_slow_steps(limit, SlowStepCache())
 
         return self._read(screen.cursor.time_ns, read)

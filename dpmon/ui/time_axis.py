@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from dpmon.model.device_usage import HISTORY_S
 from dpmon.model.pauses import build_pauses
-from dpmon.model.run_snapshot import Column, Process, RunSnapshot
+from dpmon.model.run_snapshot import Process, RunSnapshot
+from dpmon.model.step_history import Column
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import RANK_MODES

@@ -90,8 +90,8 @@ def shown_process(facts: ScreenData) -> Process:
 
 def with_process(facts: ScreenData, **changes: Any) -> ScreenData:
     """Return the facts with changes of the process that it shows."""
-    process = replace(shown_process(facts), **changes)
-    return replace(facts, state=replace(facts.state, processes={**facts.state.processes, process.process: process}))
+    process = shown_process(facts).with_facts(**changes)
+    return replace(facts, state=facts.state.with_facts(processes={**facts.state.processes, process.process: process}))
 
 
 def with_call(facts: ScreenData, **changes: Any) -> ScreenData:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpmon.model.bucket_answers import LATE_S, BucketAnswers
 from dpmon.record.record_types import Step
-from dpmon.store.bucket_answers import LATE_S, BucketAnswers
 from dpmon.store.store_queries import Store
 from dpmon.store.tally_tables import read_tally_rows
 from support.history_builders import Recording
@@ -20,14 +20,14 @@ class Reader:
     def count(self, begin_s: int, end_s: int, at_ns: int | None = None) -> dict[int, int]:
         """Return the steps by bucket; note in `seconds` which were read."""
         store = self._run.store().as_of(at_ns)
-        store.remember(self._answers)
+        self._answers.start_read(store)
         self.seconds = []
 
         def read(begin_s: int, end_s: int) -> dict[int, int]:
             self.seconds += range(begin_s, end_s)
             return count_steps(store, begin_s, end_s, self._width)
 
-        return store.answers.read(store, "steps", self._width, begin_s, end_s, read)
+        return self._answers.read(store, "steps", self._width, begin_s, end_s, read)
 
 
 def count_steps(store: Store, begin_s: int, end_s: int, width: int) -> dict[int, int]:

@@ -16,7 +16,8 @@ import pytest
 from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
 from dpmon.model.nodes import NodeStatus
-from dpmon.model.run_snapshot import MAX_FULLY_READ, MAX_LEAST_WAITING, SnapshotRequest
+from dpmon.model.rank_stats import MAX_LEAST_WAITING
+from dpmon.model.run_snapshot import MAX_FULLY_READ, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import delay_shares, straggler_sentence
 from dpmon.record.record_types import Event
@@ -126,7 +127,7 @@ def test_the_scene_and_the_header_count_the_nodes() -> None:
     first, second, *_ = screen_text(facts, 120, 40).splitlines()
     assert "ddp ×32  4 nodes" in first
     assert "others wait for rank 11 (gpu-1)" in second
-    quiet = replace(facts, state=replace(facts.state, communication=None))
+    quiet = replace(facts, state=facts.state.with_facts(communication=None))
     assert "4 nodes, 32 ranks" in screen_text(quiet, 120, 40).splitlines()[1]
 
 
@@ -356,10 +357,10 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     ranks = [one._replace(joined=0) for one in facts.state.ranks]
     found = build_communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], tally=Tally(), lately=True)
     nodes = [node._replace(state="cut") if node.number in away else node for node in facts.state.nodes]
-    state = replace(facts.state, communication=found, nodes=tuple(nodes))
+    state = facts.state.with_facts(communication=found, nodes=tuple(nodes))
     rows = panel_ranks.render_panel(replace(facts, state=state), 200, 60, STYLE)
     text = "no step is recorded yet in which all ranks averaged their gradients"
     assert plain_text(rows[-1]) == f"{text} (no records arrive from {who})"
     later = [node._replace(since_ns=facts.elapsed_ns + SECOND, heard_ns=None) for node in nodes]
-    before = replace(facts, state=replace(state, nodes=tuple(later)))
+    before = replace(facts, state=state.with_facts(nodes=tuple(later)))
     assert plain_text(panel_ranks.render_panel(before, 200, 60, STYLE)[-1]) == text, "in a playback of the time before"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.rank_waits import RankWaits, read_rank_waits
 from dpmon.record.record_types import Step
-from dpmon.store.bucket_answers import BucketAnswers
 from dpmon.ui.panels.panel_ranks import render_full_screen
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.terminal_style import TerminalStyle
@@ -26,10 +26,9 @@ def changing(count: int = 4, steps: int = 600) -> tuple[Recording, int]:
 
 
 def waits(run: Recording, count: int, end: int, answers: BucketAnswers | None = None, begin_s: int = 0) -> RankWaits:
-    store = run.store()
-    if answers is not None:
-        store.remember(answers)
-    return read_rank_waits(store, {rank: rank for rank in range(count)}, begin_s, end // SECOND + 1)
+    store, answers = run.store(), answers or BucketAnswers()
+    answers.start_read(store)
+    return read_rank_waits(store, answers, {rank: rank for rank in range(count)}, begin_s, end // SECOND + 1)
 
 
 def test_the_slowest_rank_changes_half_way() -> None:

@@ -20,7 +20,7 @@ from dpmon.model.pauses import (
     build_pauses,
     pause_totals,
 )
-from dpmon.model.run_snapshot import PauseChange
+from dpmon.model.run_events import PauseChange
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.throughput import throughput_of
 from dpmon.record.history_rows import Row

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model.run_snapshot import ProcessInfo, RunSnapshot
+from dpmon.model.run_events import ProcessInfo
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.record_types import Event
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing

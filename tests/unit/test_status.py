@@ -363,8 +363,8 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
         taken = SnapshotBuilder().build(store)
         assert taken.representative is not None
         progress = replace(taken.representative.progress, epoch=1, batch=99, batches=200, left_ns=5e9, error_ns=1e8)
-        process = replace(taken.representative, progress=progress)
-        taken = replace(taken, processes={**taken.processes, process.process: process})
+        process = taken.representative.with_facts(progress=progress)
+        taken = taken.with_facts(processes={**taken.processes, process.process: process})
         now = Health("stalled", 1.0, "rank 1 in save (t.py:3)") if stands else Health("training", 1.0)
         members: dict[str, Any] = status_members(reader, taken, now, 60 * SECOND)
     slow, found = members["communication"]["straggler"], members["progress"]

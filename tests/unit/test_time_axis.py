@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpmon.model.epoch_progress import Epoch, Progress
-from dpmon.model.run_snapshot import Column
+from dpmon.model.step_history import Column
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width

@@ -76,7 +76,7 @@ STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.
 def stalled(facts: ScreenData, since_ns: int) -> ScreenData:
     """The facts in a stall."""
     seen = RecordedStall(since_ns, since_ns + 10 * SECOND, record={"text": STALL})
-    return replace(facts, state=replace(facts.state, stalls=(seen,)))
+    return replace(facts, state=facts.state.with_facts(stalls=(seen,)))
 
 
 def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
@@ -259,7 +259,7 @@ def test_an_evaluation_of_one_rank_has_its_word_and_the_figures_of_training_do_n
         assert ["evaluation" in row for row in table[:2]] == [steps > 0, False]
         assert "[30, 5]" in table[1]
         for height in (12, 16):
-            screen = replace(screen, state=replace(screen.state, last_sample=sample))
+            screen = replace(screen, state=screen.state.with_facts(last_sample=sample))
             rows = texts(panel_batch.render_panel(screen, 116, height, STYLE))
             word = "evaluation" if steps else "last step"
             first = next(at for at, row in enumerate(rows) if row.startswith(word))
@@ -271,7 +271,7 @@ def test_an_evaluation_of_one_rank_has_its_word_and_the_figures_of_training_do_n
 def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
     facts = facts_of(2, slow=1)
     sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10),))
-    facts = replace(facts, state=replace(facts.state, last_sample=sample))
+    facts = replace(facts, state=facts.state.with_facts(last_sample=sample))
     for height, rows in ((16, 1), (10, 0)):
         drawn = texts(panel_batch.render_panel(facts, 116, height, STYLE))
         assert sum(line.startswith("sampled ") for line in drawn) == rows

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
 
     feed._open_store = damaged
     feed.refresh()
-    assert replace(feed.state, warnings=(), warning_count=0) == before
+    assert feed.state.processes is before.processes
     assert [warning.text for warning in feed.state.warnings] == ["damaged"]
     assert before.newest_ns > 0
 
@@ -136,7 +135,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed.start()
     reads: list[float] = []
     for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MAX_FULLY_READ + 1, [5.0, 7.0, 9.0])):
-        state = RunSnapshot(processes={number: Process(number) for number in range(count)})
+        state = RunSnapshot().with_facts(processes={number: Process(number) for number in range(count)})
 
         def build(*_: Any, state: RunSnapshot = state) -> RunSnapshot:
             reads.append(now[0])

@@ -19,7 +19,7 @@ import pytest
 
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_snapshot import MAX_LEAST_WAITING
+from dpmon.model.rank_stats import MAX_LEAST_WAITING
 from dpmon.record.history_rows import Row as RecordedRow
 from dpmon.record.record_types import Event
 from dpmon.ui.panel_view import to_ascii_row
@@ -199,7 +199,7 @@ def learned(facts: ScreenData, progress: Progress | None = None, bad: int | None
     begin_s = shown_process(facts).began_ns // SECOND
     points = tuple(point._replace(second=point.second + begin_s) for point in found.points)
     points = tuple(point for point in points if point.second <= facts.now_ns // SECOND)
-    return replace(facts, state=replace(facts.state, losses=(replace(found, points=points),)), **changes)
+    return replace(facts, state=facts.state.with_facts(losses=(replace(found, points=points),)), **changes)
 
 
 def one_gpu() -> ScreenData:
@@ -213,14 +213,14 @@ def one_gpu() -> ScreenData:
 def ranks_on_gpus(count: int) -> ScreenData:
     """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
     recording, now = record_ddp_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
-    state = replace(recording.state(waits=True, slowest=8), devices=gpus(8).state.devices)
+    state = recording.state(waits=True, slowest=8).with_facts(devices=gpus(8).state.devices)
     return learned(ScreenData(state, now, RUN_INFO, is_command_alive=True))
 
 
 def stalled_on_gpus() -> ScreenData:
     """Return a stall of eight ranks on GPUs."""
     facts = screen_in_stall(8)
-    return replace(facts, state=replace(facts.state, devices=gpus(8).state.devices))
+    return replace(facts, state=facts.state.with_facts(devices=gpus(8).state.devices))
 
 
 def played_back() -> ScreenData:

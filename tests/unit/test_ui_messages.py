@@ -10,7 +10,7 @@ import pytest
 
 from dpmon.cli.messages import print_closing_summary
 from dpmon.cli.summary import summary_lines
-from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.run_events import ProcessInfo
 from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Step
 from dpmon.run.run_directory import load_exit

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.run_snapshot import PHASES, Column
+from dpmon.model.run_snapshot import PHASES
+from dpmon.model.step_history import Column
 from dpmon.record.history_rows import Row
 from dpmon.record.shared_names import Untimed
 from dpmon.ui.chart import stacked_columns

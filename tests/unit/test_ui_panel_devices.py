@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -48,7 +47,7 @@ def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
         index: state.devices[index]._replace(data={**state.devices[index].data, "of_run": False, "mem_run_bytes": 0})
         for index in (0, 2)
     }
-    state = replace(state, devices={**state.devices, **others})
+    state = state.with_facts(devices={**state.devices, **others})
     rows = panel_devices.render_panel(ScreenData(state, 0, RUN_INFO), 60, 6, STYLE)
     assert [plain_text(row)[:2] for row in rows[:4]] == [" 1", " 3", " 0", " 2"]
     assert "dim" not in {style for text, style in rows[0] if "%" in text}

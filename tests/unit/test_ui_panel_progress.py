@@ -35,7 +35,7 @@ from support.screen_states import (
 def facts(progress: Progress | None = None, *curves: LossCurve, **changes: Any) -> ScreenData:
     found = screen_data_of(Training(step_ns=100_000_000), **changes)
     found = with_process(found, progress=Progress() if progress is None else progress)
-    return replace(found, state=replace(found.state, losses=curves))
+    return replace(found, state=found.state.with_facts(losses=curves))
 
 
 def drawn(found: ScreenData, width: int = 56, height: int = 12) -> list[str]:
@@ -106,7 +106,7 @@ def test_the_loss_has_its_last_and_smoothed_value_and_a_curve() -> None:
 def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     assert panel_progress.loss_span(value, 5) == (text.ljust(5), "bad")
     found = facts(progress_in_epochs(), loss_curve(last=value, bad=20))
-    found = replace(found, state=replace(found.state, unfit=InvalidLoss(0, "train.py:88", 212, 20 * SECOND, value)))
+    found = replace(found, state=found.state.with_facts(unfit=InvalidLoss(0, "train.py:88", 212, 20 * SECOND, value)))
     rows = panel_progress.render_panel(found, 56, 12, STYLE)
     assert any(("✗", "bad") in row for row in rows)
     header = [plain_text(row) for row in render_panel(found, 120, 2, STYLE)]

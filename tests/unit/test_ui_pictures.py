@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord
+from dpmon.model.run_events import PauseChange, WarningRecord
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.run.run_directory import ExitInfo
 from dpmon.run.run_reader import PauseState
 from dpmon.ui import screen_painter
@@ -103,7 +104,7 @@ def test_the_first_seconds_tell_what_happens() -> None:
         "wait",
         "first step",
     )
-    learning = replace(begun, state=replace(begun.state, open_calls=11), activities={0: ("other", SECOND // 2)})
+    learning = replace(begun, state=begun.state.with_facts(open_calls=11), activities={0: ("other", SECOND // 2)})
     assert describe_activity(learning) == ("training", "wait", "11 calls so far; the end of a step is not known yet")
     assert "11 calls so far" in screen_text(learning, 80, 24)
 
@@ -222,11 +223,11 @@ def test_devices_in_short(devices: tuple[str, ...], short: str) -> None:
 
 
 def warned(facts: ScreenData, text: str) -> ScreenData:
-    return replace(facts, state=replace(facts.state, warnings=(WarningRecord(0, facts.now_ns, text),)))
+    return replace(facts, state=facts.state.with_facts(warnings=(WarningRecord(0, facts.now_ns, text),)))
 
 
 def missing(facts: ScreenData, count: int) -> ScreenData:
-    return replace(facts, state=replace(facts.state, missed=count))
+    return replace(facts, state=facts.state.with_facts(missed=count))
 
 
 LONG = (
@@ -246,7 +247,7 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
         facts = replace(facts, mode_request=ModeRequest("single", "refused", facts.now_ns, None, LONG))
     elif which == "pause":
         pause = PauseChange(0, facts.now_ns, None, False, None, None, LONG)
-        facts = replace(facts, state=replace(facts.state, pauses=(pause,)))
+        facts = replace(facts, state=facts.state.with_facts(pauses=(pause,)))
     else:
         facts = replace(facts, view=View(message=LONG))
     rows = paint_screen(facts, OutputView(), *size, STYLE)

@@ -81,11 +81,11 @@ def test_header_and_panel_give_the_same_step(make: Callable[[int], ScreenData], 
     """The ranks that wait are a step ahead, also the one that represents the run."""
     facts = make(2)
     ahead = {
-        number: replace(process, last_step=process.last_step._replace(step=161))
+        number: process.with_facts(last_step=process.last_step._replace(step=161))
         for number, process in facts.state.processes.items()
         if process.last_step is not None
     }
-    facts = replace(facts, state=replace(facts.state, processes=ahead))
+    facts = replace(facts, state=facts.state.with_facts(processes=ahead))
     assert set(re.findall(r"\bstep (\d+)", screen_text(facts, *size))) == {"160"}
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.model.device_memory import missing_value_reasons as reasons_of_memory
+from dpmon.model.device_usage import DeviceHistory
 from dpmon.model.nodes import node_of
-from dpmon.model.run_snapshot import DeviceHistory
 from dpmon.record.safe_json import number_member
 from dpmon.report.tables import MEMORY
 from dpmon.sanitize import sanitize_line

@@ -26,12 +26,13 @@ class BucketAnswers:
         self._answers: dict[tuple[Hashable, int], dict[int, Any]] = {}
         """By question and width of its buckets (s), then by start (s)."""
         self._last_use: dict[tuple[Hashable, int], int] = {}
-        self._reads = self._seq = self._finished_s = 0
+        self._reads = self._seq = self._newest_s = self._finished_s = 0
 
     def start_read(self, store: Store) -> None:
         """Forget the answers about buckets that have changed since the last read, and those that nobody needs."""
         self._reads += 1
-        self._finished_s = store.newest_s + 1 - LATE_S
+        self._newest_s = store.newest_s
+        self._finished_s = self._newest_s + 1 - LATE_S
         changed: list[tuple[int, int]] = []
         if self._answers and store.seq != self._seq:
             # A late record changes buckets of all widths, but a new wide bucket changes nothing.
@@ -45,6 +46,16 @@ class BucketAnswers:
             for start_s in [s for s in answers if any(s < end and start < s + width for start, end in changed)]:
                 del answers[start_s]
         self._seq = store.seq
+
+    def read_once(self, question: Hashable, seconds: int, read: Callable[[], _Answer]) -> _Answer:
+        """Return an answer about the present, which is read once in `seconds` of the history."""
+        start_s = self._newest_s // seconds * seconds
+        answers = self._answers.get((question, 0), {})
+        if start_s not in answers:
+            answers = self._answers[question, 0] = {start_s: read()}
+        self._last_use[question, 0] = self._reads
+        answer: _Answer = answers[start_s]
+        return answer
 
     def read(
         self,

@@ -238,6 +238,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         actions = [action for _, _, action in palette.matching_commands()]
         assert "d" in offered
         assert "refresh(1)" in actions, "it has no key"
+        assert actions.index("refresh(1)") > actions.index("toggle_mode"), "those with a key come first"
         assert "warnings" not in actions, "there are none"
         assert "i" not in offered, "nobody reads input"
         await on.press(*"batch")

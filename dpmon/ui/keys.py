@@ -202,7 +202,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("s", "save_screenshot", _always_shown("screenshot"), "save a screenshot (SVG); ctrl+s while typing"),
     KeyCommand("x", "stop", _shown_when(_can_stop, "stop"), "stop the training; asks first"),
     KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, color-blind, mono, ASCII"),
-    KeyCommand(":", "palette", _always_shown("more"), "search all commands", "colon,ctrl+p"),
+    KeyCommand(":", "palette", _always_shown("more"), "search all commands, also those without a key", "colon,ctrl+p"),
     KeyCommand("?", "help", _always_shown("help"), "help: words and keys", "question_mark"),
     KeyCommand(
         "q",

@@ -136,9 +136,8 @@ class OutputView:
             self.top = max(self.top, self.tail.first)
 
     def next_file(self) -> None:
-        """Show the other file, if there is one."""
-        if len(self.tails) > 1:
-            self.which, self.top, self.found_serial = (self.which + 1) % len(self.tails), None, None
+        """Show the other file."""
+        self.which, self.top, self.found_serial = (self.which + 1) % len(self.tails), None, None
 
     def scroll(self, by: int, height: int) -> None:
         """Scroll by `by` rows (up is negative); follow the file again at its end."""

@@ -256,9 +256,9 @@ class ListedRun(NamedTuple):
     """What the runs of one job on several nodes have in common: `by` and `id`."""
     node: int | None
     """The index of this node in the job."""
-    machines: list[str]
+    machines: tuple[str, ...]
     """The nodes that a mirror reads; empty for a run of this machine."""
-    command: list[str]
+    command: tuple[str, ...]
     directory: str
 
     def table_cells(self) -> tuple[str, ...]:
@@ -323,8 +323,8 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         kept=is_protected(directory),
         started_unix=run_info.started_unix,
         unreadable=unreadable,
-        machines=list(run_info.nodes),
-        command=[*([] if run_info.python is None else [run_info.script]), *run_info.arguments],
+        machines=tuple(run_info.nodes),
+        command=(*([] if run_info.python is None else [run_info.script]), *run_info.arguments),
         directory=str(directory),
     )
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dpmon.cli.messages import format_error, print_closing_summary
+from dpmon.cli.messages import command_status, format_error, print_closing_summary
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import ExitInfo, record_stop_request
 from dpmon.run.run_registry import short_name
@@ -193,8 +193,9 @@ class HeadlessRun:
                     self._drain_output()
                     if self._status_stream is not None:
                         self._report_errors_once("last line of JSON", self._status_stream.write_final, exit_info)
-                    print_line = None if self._speaks_json else self.print_message
-                    return print_closing_summary(self._directory, exit_info, print_line)
+                    if self._speaks_json:
+                        return command_status(exit_info)
+                    return print_closing_summary(self._directory, exit_info, self.print_message)
                 if self._status_stream is not None:
                     self._report_errors_once("line of JSON", self._status_stream.write_if_due, now)
             copied = [self._copy_output(copier) for copier in self._copiers]

@@ -40,18 +40,6 @@ def format_error(error: Exception) -> str:
     return str(error) if isinstance(error, (RunError, OSError)) else f"{type(error).__name__}: {error}"
 
 
-def print_closing_summary(
-    directory: Path, exit_info: ExitInfo | None, print_line: Callable[[str], None] | None, *, brief: bool = False
-) -> int:
-    """Print the run's summary with `print_line`, if given; return the command's status, or 2 if it is unknown.
-
-    `brief`: print only how the run ended, because it had ended before the user attached.
-    """
-    if print_line is not None:
-        _print_summary(directory, exit_info, print_line, brief)
-    return UNKNOWN_STATUS if exit_info is None or exit_info.status is None else exit_info.status
-
-
 def _message_area() -> tuple[int, int] | None:
     """Return rows and columns for messages on stderr's terminal, without the prompts' rows; None without a terminal."""
     try:
@@ -61,7 +49,18 @@ def _message_area() -> tuple[int, int] | None:
     return (max(rows - _PROMPT_ROWS, 4), max(columns - len(_PREFIX), 20)) if rows and columns else None
 
 
-def _print_summary(directory: Path, exit_info: ExitInfo | None, print_line: Callable[[str], None], brief: bool) -> None:
+def command_status(exit_info: ExitInfo | None) -> int:
+    """Return the status of the run's command, or 2 if it is unknown."""
+    return UNKNOWN_STATUS if exit_info is None or exit_info.status is None else exit_info.status
+
+
+def print_closing_summary(
+    directory: Path, exit_info: ExitInfo | None, print_line: Callable[[str], None], *, brief: bool = False
+) -> int:
+    """Print the run's summary with `print_line`; return the status of its command, or 2 if it is unknown.
+
+    `brief`: print only how the run ended, because it had ended before the user attached.
+    """
     from dpmon.cli.summary import WIDTH, ending_line, fit_lines, summary_lines
     from dpmon.run.run_directory import load_info
 
@@ -74,8 +73,6 @@ def _print_summary(directory: Path, exit_info: ExitInfo | None, print_line: Call
         for line in lines:
             print_line(line)
     except Exception as error:  # noqa: BLE001 - the summary may be missing, the command's status never is
-        if directory.exists():
-            print_line(f"no summary: {format_error(error)}")
-        else:
-            status = "unknown" if exit_info is None or exit_info.status is None else exit_info.status
-            print_line(f"no summary: the record {directory} was deleted (exit status {status})")
+        reason = format_error(error) if directory.exists() else f"the record {directory} was deleted"
+        print_line(f"no summary: {reason} (exit status {'unknown' if exit_info is None else exit_info.status})")
+    return command_status(exit_info)

@@ -93,14 +93,9 @@ def try_changes(options: argparse.Namespace) -> int:
             int(name.removeprefix(_THREADS_PREFIX)) for name in requested if name.startswith(_THREADS_PREFIX)
         ]
         trials, absent = plan_trials(run, tuple(options.words), os.environ.get("OMP_NUM_THREADS"), thread_counts)
-    for name in requested:
-        if name in absent:
-            print_message(f"{name} is not tried: {absent[name]}")
     trials = [trial for trial in trials if not requested or trial.name in requested]
     if not trials:
-        raise RunError("there is nothing left to try")
-    for trial in trials:
-        print_message(f"trial {trial.name}: changes {trial.changes}")
+        raise RunError(f"nothing to try; {'; '.join(f'{name}: {reason}' for name, reason in absent.items())}")
     for round_number in range(1, options.rounds + 1):
         order = [*([base] if round_number > 1 else []), *trials]
         for trial in order if round_number % 2 else reversed(order):

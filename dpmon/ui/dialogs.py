@@ -296,7 +296,7 @@ class CommandPalette(LineInput):
             text = f"{command.key} {command.description}".lower()
             if all(word in text for word in words):
                 matching.append(command)
-        return sorted(matching, key=lambda command: command.key != self.typed_text)
+        return sorted(matching, key=lambda command: not self.typed_text or command.key != self.typed_text)
 
     def build_rows(self, width: int, height: int) -> list[Row]:
         """Return the typed text, then the commands with the chosen one marked.

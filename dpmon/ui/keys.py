@@ -204,7 +204,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("s", "save_screenshot", _always_shown("screenshot"), "save a screenshot (SVG); ctrl+s while typing"),
     KeyCommand("x", "stop", _shown_when(_can_stop, "stop"), "stop the training; asks first"),
     KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, color-blind, mono, ASCII"),
-    KeyCommand(":", "palette", _always_shown("more"), "search all commands", "colon,ctrl+p"),
+    KeyCommand(":", "palette", _always_shown("more"), "search all commands, also those without a key", "colon,ctrl+p"),
     KeyCommand("?", "help", _always_shown("help"), "help: words and keys", "question_mark"),
     KeyCommand(
         "q",
@@ -311,27 +311,24 @@ def panel_name(screen: ScreenData, panel: str) -> str:
 
 def focus_neighbor(view: View, slots: Mapping[str, Slot], direction: str) -> View:
     """Return the view with the focus on the nearest panel in a direction; the same view if there is none."""
-    focused_slot = slots.get(view.focus)
-    if focused_slot is None:
+    focused = slots.get(view.focus)
+    if focused is None:
         return view
-    cross_sides = ("up", "down") if direction in ("left", "right") else ("left", "right")
-    nearest, nearest_distance = view.focus, 0
-    for name in PANELS:
-        slot = slots.get(name)
-        if slot is None or name == view.focus:
-            continue
-        distance_by_side = {
-            "left": focused_slot.x - (slot.x + slot.width),
-            "right": slot.x - (focused_slot.x + focused_slot.width),
-            "up": focused_slot.y - (slot.y + slot.height),
-            "down": slot.y - (focused_slot.y + focused_slot.height),
+
+    def distance(panel: str) -> int:
+        """Return the cells between the panel in focus and a panel in this direction; negative if it is not there."""
+        slot = slots[panel]
+        distances = {
+            "left": focused.x - slot.x - slot.width,
+            "right": slot.x - focused.x - focused.width,
+            "up": focused.y - slot.y - slot.height,
+            "down": slot.y - focused.y - focused.height,
         }
-        distance = distance_by_side[direction]
-        if distance < 0 or not all(distance_by_side[side] < 0 for side in cross_sides):
-            continue
-        if nearest == view.focus or distance < nearest_distance:
-            nearest, nearest_distance = name, distance
-    return replace(view, focus=nearest)
+        across = ("up", "down") if direction in ("left", "right") else ("left", "right")
+        return -1 if any(distances[side] >= 0 for side in across) else distances[direction]
+
+    panels = [panel for panel in PANELS if panel in slots and panel != view.focus and distance(panel) >= 0]
+    return replace(view, focus=min(panels, key=distance, default=view.focus))
 
 
 def next_time_range(view: View, offset: int) -> View:

@@ -560,12 +560,9 @@ class Monitor(App[str]):
 
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""
-        if not self.live_run.request_collective_sample():
-            self.show_message(NO_TRAINING_MESSAGE)
-        elif any(process.rank is not None for process in self.live_run.state.processes.values()):
-            self.show_message("the collectives of one of the next steps will be recorded")
-        else:
-            self.show_message("this run has no ranks: only collectives that the script calls itself will be recorded")
+        is_requested = self.live_run.request_collective_sample()
+        sample_text = "the collectives of one of the next steps will be recorded"
+        self.show_message(sample_text if is_requested else NO_TRAINING_MESSAGE)
 
     def action_next(self, direction: int) -> None:
         """Go to the next match of a search in the output; without a search, to the next call in panel 2."""
@@ -612,9 +609,6 @@ class Monitor(App[str]):
 
     def action_next_output(self) -> None:
         """Show the other output file of a headless run."""
-        if len(self.live_run.output.tails) < 2:
-            self.show_message("there is only one output file; it includes the errors")
-            return
         self.live_run.output.next_file()
         self.draw()
 
@@ -715,9 +709,6 @@ class Monitor(App[str]):
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the snapshot has."""
-        if not self.live_run.state.warnings:
-            self.show_message("there are no warnings")
-            return
 
         def build_rows(width: int) -> list[Row]:
             rows: list[Row] = []

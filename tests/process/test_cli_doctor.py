@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from support.fake_devices import FakeNvml, compile_fake_library
 from support.run_harness import Dpmon
 
 
@@ -48,3 +51,14 @@ def test_a_python_without_torch_and_no_place_for_runs(dpmon: Dpmon, tmp_path: Pa
     assert "No module named 'torch'" in checks["Python"]["found"]
     assert checks["state"]["state"] == "warning", "there are other places"
     assert "tracing" not in checks
+
+
+@pytest.mark.slow
+def test_gpus_are_those_that_a_run_sees(dpmon: Dpmon, tmp_path: Path) -> None:
+    fake = FakeNvml(tmp_path, compile_fake_library(tmp_path))
+    fake.tell("gpus 2")
+    _, checks = checks_of(dpmon, **fake.environment())
+    assert checks["NVML"]["state"] == "ok"
+    assert checks["NVML"]["found"].startswith("0: ")
+    assert ", 1: " in checks["NVML"]["found"]
+    assert checks["CUDA"]["state"] == "warning", "torch is built for CPUs, or sees none of them"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 import pytest
 
-from dpmon.cli.options import UsageError, parse
+from dpmon.cli.main import _HANDLERS
+from dpmon.cli.options import COMMANDS, MULTI_NODE_COMMANDS, UsageError, parse
 
 
 @pytest.mark.parametrize(
@@ -57,3 +60,10 @@ def test_runs_are_named_for_the_commands_that_look_at_them() -> None:
     assert parse(["attach", "last"])[1].run == "last"
     assert parse(["export", "mine", "-o", "x"])[1].output == "x"
     assert parse(["stop", "mine"])[1].run == "mine"
+
+
+def test_every_command_has_a_function() -> None:
+    names = [_HANDLERS.get(command, f"dpmon.cli.commands:{command}") for command in COMMANDS]
+    names += [f"dpmon.cli.multi_node:{command}" for command in MULTI_NODE_COMMANDS]
+    assert all(callable(pkgutil.resolve_name(name)) for name in names)
+    assert {*_HANDLERS} <= {*COMMANDS}

@@ -77,10 +77,8 @@ def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> 
 def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
     directory = write_run_directory({0: [*Training().begin(), *Training().run(3)]})
     info = load_info(directory)
-    check_json_is_documented(
-        "dpmon ls --json",
-        *(_make_listed_run(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",)))),
-    )
+    listed = [_make_listed_run(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",)))]
+    check_json_is_documented("dpmon ls --json", *json.loads(json.dumps(listed)))
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:

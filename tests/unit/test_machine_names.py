@@ -242,8 +242,8 @@ def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: A
         "state": "training",
         "started_unix": float(number),
         "seconds": 1.0,
-        "command": [],
-        "machines": [],
+        "command": (),
+        "machines": (),
         "job": job,
     }
     return RemoteRun(RemoteHost(machine, ()), ListedRun(**{**values, **more}))

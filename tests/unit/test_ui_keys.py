@@ -238,6 +238,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         actions = [action for _, _, action in palette.matching_commands()]
         assert "d" in offered
         assert "refresh(1)" in actions, "it has no key"
+        assert actions.index("refresh(1)") > actions.index("toggle_mode"), "those with a key come first"
         assert "warnings" not in actions, "there are none"
         assert "i" not in offered, "nobody reads input"
         await on.press(*"batch")
@@ -285,11 +286,11 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         await on.shows("pause refused: not\ufffd[2J here")
 
 
-async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: Path) -> None:
+async def test_a_sample_is_requested_of_a_training_process(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("p pause")
         await on.app.run_action("sample")
-        await on.shows("this run has no ranks: only collectives that the script calls itself will be recorded")
+        await on.shows("the collectives of one of the next steps will be recorded")
         on.end(0)
         await on.shows("finished status")
         await on.until(

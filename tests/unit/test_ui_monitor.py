@@ -314,9 +314,6 @@ async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
         assert any("leave the training running" in row for row in page.box.text())
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "help to close")
-        await on.app.run_action("warnings")
-        assert len(on.app.screen_stack) == 1, "no warnings, no page"
-        await on.shows("there are no warnings")
         on.reader.new = [Event("warning", {"process": 0, "t_s": 3.0, "text": "a hook took itself out\x1b[2J"})]
         await on.until(lambda: bool(on.app.live_run.state.warnings), "the warning")
         await on.app.run_action("warnings")

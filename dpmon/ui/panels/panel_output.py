@@ -100,7 +100,7 @@ class OutputView:
     tails: list[LogTail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
-    hit: int | None = None
+    found_serial: int | None = None
     """Serial number of the row with the last match."""
 
     @property
@@ -116,9 +116,8 @@ class OutputView:
             self.top = max(self.top, self.tail.first)
 
     def next_file(self) -> None:
-        """Show the other file, if there is one."""
-        if len(self.tails) > 1:
-            self.which, self.top, self.hit = (self.which + 1) % len(self.tails), None, None
+        """Show the other file."""
+        self.which, self.top, self.found_serial = (self.which + 1) % len(self.tails), None, None
 
     def scroll(self, by: int, height: int) -> None:
         """Scroll by `by` rows (up is negative); follow the file again at its end."""
@@ -142,8 +141,8 @@ class OutputView:
         if tail is None:
             return "there is no output"
         top = self._top_serial(tail, height)
-        if self.hit is not None and top <= self.hit < top + height:
-            start = self.hit
+        if self.found_serial is not None and top <= self.found_serial < top + height:
+            start = self.found_serial
         else:
             start = top + height if older else top - 1
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
@@ -154,7 +153,7 @@ class OutputView:
         else:
             scope_text = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
             return f"no {'older' if older else 'newer'} line with {search_text!r}{scope_text}"
-        self.hit = serial
+        self.found_serial = serial
         self._scroll_to(tail, top if top <= serial < top + height else serial - height // 2, height)
         return line_position(tail, serial)
 

@@ -12,7 +12,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.text.cells import align_right, char_width, span_width, wrap_text
-from dpmon.text.cells import crop_text as cropped_text
 from dpmon.ui.terminal_style import Glyphs
 
 Span = tuple[str, str]
@@ -48,19 +47,10 @@ def fit_row(row: Sequence[Span], width: int, more: str = "…") -> Row:
     total = row_width(row)
     if total <= width:
         return [*row, (" " * (width - total), "")] if total < width else list(row)
-    fitted_row: Row = []
     free_cells = width - span_width(more)
     if free_cells < 0:
         return [("." * width, "dim")]
-    for text, style in row:
-        text_width = span_width(text)
-        if text_width > free_cells:
-            fitted_row.append((cropped_text(text, free_cells), style))
-            break
-        fitted_row.append((text, style))
-        free_cells -= text_width
-    fitted_row.append((more, "dim"))
-    return fitted_row
+    return [*crop_row(row, 0, free_cells), (more, "dim")]
 
 
 def row_cells(row: Iterable[Span]) -> Row:

@@ -69,34 +69,37 @@ def _mono_styles() -> dict[str, Style]:
     return styles
 
 
-ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "reverse", "s": "strike"}
+_ATTRIBUTES = ("bold", "dim", "italic", "underline", "reverse", "strike")
+"""Attributes that the script's output keeps."""
 
 
 @lru_cache(maxsize=1024)
 def parse_composed_style(name: str, theme: str | None, has_few_colors: bool = False) -> Style:
-    """Return the style of a composed name: "sgr:<fg>:<bg>:<attributes>" or "phase.a/b". `theme` None: mono."""
+    """Return the style of a composed name: "sgr:<a style as Rich writes it>" or "phase.a/b". `theme` None: mono."""
     palette = palette_of(theme, has_few_colors) if theme is not None else None
     if name.startswith("sgr:"):
-        foreground_name, background_name, attributes = name[4:].rsplit(":", 2)
+        script_style = Style.parse(name[4:])
+        attributes = Style(**{word: getattr(script_style, word) for word in _ATTRIBUTES})
         if palette is None:
-            return Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES))
-        background = _rgb(background_name, palette) if background_name else palette.background
-        foreground = _rgb(foreground_name, palette) if foreground_name else palette.text
-        if not background_name:  # the script did not know this background when it chose its color
+            return attributes
+        background = _rgb(script_style.bgcolor, palette)
+        foreground = _rgb(script_style.color, palette) or palette.text
+        if background is None:  # the script did not know this background when it chose its color
+            background = palette.background
             foreground = _ensure_contrast(foreground, background, palette)
-        if "d" in attributes:
+        if script_style.dim:
             foreground = _blend(foreground, background)
-        base = Style(color=foreground, bgcolor=background)
-        return base + Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES and a != "d"))
+        return attributes + Style(color=foreground, bgcolor=background, dim=False)
     lower, _, upper = name.partition("/")
     if palette is not None and lower.startswith("phase.") and lower[6:] in LETTERS and upper in LETTERS:
         return Style(color=palette.by_phase[lower[6:]], bgcolor=palette.by_phase[upper])
     return Style(color=palette.text, bgcolor=palette.background) if palette is not None else Style()
 
 
-def _rgb(name: str, palette: Palette) -> str:
-    """Return the color as "#rrggbb"; the first sixteen colors are looked up in the palette."""
-    color = Color.parse(name)
+def _rgb(color: Color | None, palette: Palette) -> str | None:
+    """Return the color as "#rrggbb", the first sixteen colors as in the palette; None for the terminal's default."""
+    if color is None or color.is_default:
+        return None
     if color.type is ColorType.STANDARD and color.number is not None:
         return (*palette.ansi, *palette.bright)[color.number]
     return color.get_truecolor().hex

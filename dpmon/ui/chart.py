@@ -93,9 +93,8 @@ def filled_area(values: Sequence[float | None], width: int, height: int, top: fl
 def busy_legend(width: int, glyphs: Glyphs) -> Row:
     """Return the names of the parts of `busy_bar`, shortened to fit; "step" if even that is too long."""
     for names in (("busy ", "exposed ", "wait"), ("busy ", "exp ", "wait"), ("busy ", "", "wait")):
-        row: Row = []
-        for name, sign in zip(names, busy_signs(glyphs), strict=True):
-            row += [sign, (name, "dim")] if name else []
+        named_signs = [(sign, (name, "dim")) for name, sign in zip(names, busy_signs(glyphs), strict=True) if name]
+        row = [span for named_sign in named_signs for span in named_sign]
         if row_width(row) <= width:
             return row
     return [("step".ljust(width), "dim")]

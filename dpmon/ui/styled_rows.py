@@ -146,8 +146,8 @@ def draw_frame(
     The frame shows how many rows do not fit. `first_row`: rows to scroll past, at most to the end. `pinned_rows`: rows
     at the top that do not scroll.
     """
+    mark = glyphs.focus if focused else " "
     if height <= 1 or width < 8:
-        mark = glyphs.focus if focused else " "
         corner_spans: Row = [("  ", ""), *corner] if corner else []
         # A number is never cut.
         title_forms = ([*title, *corner_spans], [*title[:1], *corner_spans], [*title[:1], *corner_spans[:3]], title[:1])
@@ -155,7 +155,6 @@ def draw_frame(
         return [fit_row([(mark, "frame.focus"), *shown_title], width, glyphs.more)][:height]
     style = "frame.focus" if focused else "frame"
     top_left, top_right, bottom_left, bottom_right, line, side = glyphs.frame
-    mark = glyphs.focus if focused else " "
     title_row = draw_frame_title(title, corner, width - 3, line, style, glyphs.more)
     framed: list[Row] = [[(top_left, style), (mark, style), *title_row, (top_right, style)]]
     inner_height = height - 2

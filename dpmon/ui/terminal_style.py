@@ -202,7 +202,6 @@ ASCII = Glyphs(
 )
 
 
-COLOR = build_styles(palette_of("dark"))
 MONO = _mono_styles()
 
 

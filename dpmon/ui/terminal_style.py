@@ -205,19 +205,17 @@ ASCII = Glyphs(
 MONO = _mono_styles()
 
 
-@dataclass(frozen=True)
 class TerminalStyle:
-    """Glyphs and styles for one terminal."""
+    """The glyphs and styles of a theme (one of `dpmon.config.THEMES`) on one terminal."""
 
-    glyphs: Glyphs
-    styles: Mapping[str, Style]
-    has_color: bool
-    theme: str = "dark"
-    """One of `dpmon.config.THEMES`."""
-    only_ascii: bool = False
-    """Whether the terminal shows only ASCII."""
-    has_few_colors: bool = False
-    """Whether the terminal has sixteen colors."""
+    def __init__(self, theme: str, *, only_ascii: bool = False, has_few_colors: bool = False) -> None:
+        """`only_ascii`, `has_few_colors`: whether the terminal shows only ASCII, or only sixteen colors."""
+        self.theme, self.only_ascii, self.has_few_colors = theme, only_ascii, has_few_colors
+        self.has_color = theme != "mono"
+        self.glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
+        self.styles = MONO
+        if self.has_color:
+            self.styles = build_styles(palette_of(theme, has_few_colors), fills_chips=not self.glyphs.ascii)
 
     def rich_style(self, name: str) -> Style:
         """Return the style of that name. "phase.a/b": the color of phase a on the color of phase b."""
@@ -234,14 +232,7 @@ class TerminalStyle:
     def with_next_theme(self) -> TerminalStyle:
         """Return the style of the next theme."""
         next_theme = THEMES[(THEMES.index(self.theme) + 1) % len(THEMES)]
-        return make_style(next_theme, only_ascii=self.only_ascii, has_few_colors=self.has_few_colors)
-
-
-def make_style(theme: str, *, only_ascii: bool = False, has_few_colors: bool = False) -> TerminalStyle:
-    """Return the style of a theme on a terminal, which may have only ASCII or only sixteen colors."""
-    glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if theme == "mono" else build_styles(palette_of(theme, has_few_colors), fills_chips=not glyphs.ascii)
-    return TerminalStyle(glyphs, styles, theme != "mono", theme, only_ascii, has_few_colors)
+        return TerminalStyle(next_theme, only_ascii=self.only_ascii, has_few_colors=self.has_few_colors)
 
 
 def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> TerminalStyle:
@@ -253,7 +244,7 @@ def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | 
     terminal = environ.get("TERM", "")
     if theme is None:
         theme = "mono" if environ.get("NO_COLOR") or terminal.startswith(("vt1", "vt2", "dumb")) else "dark"
-    return make_style(theme, only_ascii=needs_ascii(environ, encoding), has_few_colors=_has_sixteen_colors(environ))
+    return TerminalStyle(theme, only_ascii=needs_ascii(environ, encoding), has_few_colors=_has_sixteen_colors(environ))
 
 
 def _has_sixteen_colors(environ: Mapping[str, str]) -> bool:

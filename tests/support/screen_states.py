@@ -21,7 +21,7 @@ from dpmon.ui.screen_data import ModeRequest, PlaybackPosition, ScreenData, View
 from dpmon.ui.screen_painter import panel_slots
 from dpmon.ui.styled_rows import Row as StyledRow
 from dpmon.ui.styled_rows import plain_text
-from dpmon.ui.terminal_style import ASCII, MONO, TerminalStyle, make_style
+from dpmon.ui.terminal_style import TerminalStyle
 from support.history_builders import SUPERVISOR, Recording, snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import (
@@ -34,10 +34,10 @@ from support.record_builders import (
     whole_device_event,
 )
 
-STYLE = make_style("dark")
+STYLE = TerminalStyle("dark")
 
 
-MONO_ASCII = TerminalStyle(ASCII, MONO, False)
+MONO_ASCII = TerminalStyle("mono", only_ascii=True)
 
 
 def paint_screen(

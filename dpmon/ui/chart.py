@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -52,7 +51,7 @@ def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> 
 
 def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
     """Return the first `width` values as blocks on a scale up to 100, from the left; unknown values are dots."""
-    return filled_area(values, width, 1, 100.0, replace(glyphs, braille=False))[0]
+    return filled_area(values, width, 1, 100.0, glyphs._replace(braille=False))[0]
 
 
 def _fill_level(value: float, top: float, levels: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from rich.color import Color, ColorType, parse_rgb_hex
 from rich.style import Style
@@ -126,8 +126,7 @@ def _brightness(color: str) -> float:
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
-@dataclass(frozen=True)
-class Glyphs:
+class Glyphs(NamedTuple):
     """Every sign that is not a letter."""
 
     frame: tuple[str, str, str, str, str, str]

@@ -35,7 +35,7 @@ from dpmon.run.run_registry import find_run
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, row_width
-from dpmon.ui.terminal_style import TerminalStyle, make_style
+from dpmon.ui.terminal_style import TerminalStyle
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -280,7 +280,7 @@ PICTURES = (
 
 
 async def _take(picture: Picture, directory: Path) -> str:
-    app = Monitor(directory, make_style("dark"), refresh=1.0)
+    app = Monitor(directory, TerminalStyle("dark"), refresh=1.0)
     async with app.run_test(size=picture.size) as pilot:
         stage = Stage(app, pilot)
         await picture.act(stage)

@@ -26,7 +26,9 @@ class ScreenClosed(SystemExit):
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
-    """Set the environment variables that Textual reads when it is imported."""
+    """Set the environment variables that Textual reads when it is imported, and leave out what it does not need."""
+    # asyncio imports it for TLS, if it is there. Nothing here uses TLS, and it takes 10 ms.
+    sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
     environ.setdefault("TEXTUAL_DISABLE_KITTY_KEY", "1")
     # Textual looks the value up in a table, and fails if it is not there.
     if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOR_SYSTEMS:

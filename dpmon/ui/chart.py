@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -53,7 +52,7 @@ def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> 
 
 def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
     """Return the first `width` values as blocks on a scale up to 100, from the left; unknown values are dots."""
-    return filled_area(values, width, 1, 100.0, replace(glyphs, braille=False))[0]
+    return filled_area(values, width, 1, 100.0, glyphs._replace(braille=False))[0]
 
 
 def _fill_level(value: float, top: float, levels: int) -> int:
@@ -94,9 +93,8 @@ def filled_area(values: Sequence[float | None], width: int, height: int, top: fl
 def busy_legend(width: int, glyphs: Glyphs) -> Row:
     """Return the names of the parts of `busy_bar`, shortened to fit; "step" if even that is too long."""
     for names in (("busy ", "exposed ", "wait"), ("busy ", "exp ", "wait"), ("busy ", "", "wait")):
-        row: Row = []
-        for name, sign in zip(names, busy_signs(glyphs), strict=True):
-            row += [sign, (name, "dim")] if name else []
+        named_signs = [(sign, (name, "dim")) for name, sign in zip(names, busy_signs(glyphs), strict=True) if name]
+        row = [span for named_sign in named_signs for span in named_sign]
         if row_width(row) <= width:
             return row
     return [("step".ljust(width), "dim")]
@@ -219,6 +217,18 @@ def _phase_cell(eighths: Sequence[str], mono: bool) -> Span:
     return (blocks[lower_eighths], f"phase.{lower}/{upper}")
 
 
+def _column_cells(column: Column, height: int, top: float, style: TerminalStyle, by_mode: bool) -> tuple[Span, ...]:
+    glyphs = style.glyphs
+    if column.stalled:
+        return ((glyphs.hatch, "dim"),) * height
+    if by_mode:
+        return _one_color_column(column, top, height, glyphs, f"mode.{column.mode}")
+    if height < _MIN_PHASE_ROWS:
+        return _one_color_column(column, top, height, glyphs, f"phase.{_largest_phase(column.phases)}")
+    mono = not style.has_color or glyphs.ascii
+    return _phase_column(tuple(column.phases), column.count, top, height, glyphs.cut_top, mono)
+
+
 def stacked_columns(
     columns: Sequence[Column],
     width: int,
@@ -237,27 +247,10 @@ def stacked_columns(
     scale show the lowest block, or the lower-case letter of their largest phase. Only a column without steps is blank,
     or hatched if the run was stalled. `by_mode`: draw columns in the colors of their modes, without phases.
     """
-    mono = not style.has_color or style.glyphs.ascii
     column_count = max(column_count or width, 1)
     shown_columns = list(columns)[:column_count]
     edges = [index * width // column_count for index in range(len(shown_columns) + 1)]
-    glyphs = style.glyphs
-    if by_mode or height < _MIN_PHASE_ROWS:
-        column_styles = (
-            f"mode.{column.mode}" if by_mode else f"phase.{_largest_phase(column.phases)}" for column in shown_columns
-        )
-        columns_of_cells = [
-            _one_color_column(column, top, height, glyphs, cell_style)
-            for column, cell_style in zip(shown_columns, column_styles, strict=True)
-        ]
-    else:
-        columns_of_cells = [
-            _phase_column(tuple(c.phases), c.count, top, height, glyphs.cut_top, mono) for c in shown_columns
-        ]
-    columns_of_cells = [
-        ((glyphs.hatch, "dim"),) * height if c.stalled else d
-        for c, d in zip(shown_columns, columns_of_cells, strict=True)
-    ]
+    columns_of_cells = [_column_cells(column, height, top, style, by_mode) for column in shown_columns]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
         cells = (column[row] for column in columns_of_cells)

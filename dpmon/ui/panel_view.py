@@ -11,7 +11,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from dpmon.text.cells import ascii_text
-from dpmon.ui.cell_diff import StyleCodes, encode_changes, style_codes
+from dpmon.ui.cell_diff import encode_changes, style_codes
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_driver import TerminalDriver
 from dpmon.ui.terminal_style import TerminalStyle
@@ -46,16 +46,15 @@ class PanelView(Widget):
         if len(new_rows) != len(old_rows):
             self.refresh(layout=True)
         elif terminal is not None and self.size == self._drawn_size == old_size:
-            changes = encode_changes(old_rows, new_rows, self._style_codes)
+            color_system = COLOR_SYSTEMS[self.app.console.color_system or "standard"]
+            rich_style = self.style.rich_style
+            changes = encode_changes(old_rows, new_rows, lambda name: style_codes(rich_style(name), color_system))
             if changes:
                 terminal.write(changes)
         else:
             changed = [y for y, (old, new) in enumerate(zip(old_rows, new_rows, strict=True)) if old != new]
             if changed:
                 self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
-
-    def _style_codes(self, name: str) -> StyleCodes:
-        return style_codes(self.style.rich_style(name), COLOR_SYSTEMS[self.app.console.color_system or "standard"])
 
     def set_style(self, style: TerminalStyle) -> None:
         """Draw everything again, in another style, at the next `show_rows`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import groupby, product
 from typing import NamedTuple
 
 from dpmon.model.run_snapshot import Process
@@ -261,8 +261,7 @@ def main_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: Termin
     cells[start:end] = [
         (_script_dot(glyphs), "dim") if sign == " " else (sign, cell_style) for sign, cell_style in cells[start:end]
     ]
-    _write_phase_names(cells, uses_blocks, has_color)
-    return merge_spans(cells)
+    return merge_spans(_write_phase_names(cells, uses_blocks, has_color))
 
 
 def _phase_of_parts(pieces: Iterable[Piece], part_count: int, scale_ns: float) -> list[str]:
@@ -307,20 +306,18 @@ def _piece_cell(eighths: Sequence[str], uses_blocks: bool, has_color: bool, glyp
     return (sign, f"phase.{left}/{right}" if right else f"phase.{left}")
 
 
-def _write_phase_names(cells: list[Span], uses_blocks: bool, has_color: bool) -> None:
-    """Write names over runs of whole cells, as far as they fit; without blocks, dashes fill the rest of a run."""
-    start = 0
-    while start < len(cells):
-        sign, style = cells[start]
-        end = start + 1
-        while end < len(cells) and cells[end] == cells[start]:
-            end += 1
+def _write_phase_names(cells: Iterable[Span], uses_blocks: bool, has_color: bool) -> Row:
+    """Return cells with names over runs of whole cells, as far as they fit; without blocks, dashes fill the rest."""
+    row: Row = []
+    for (sign, style), same in groupby(cells):
+        cell_count = len(list(same))
         style_kind, _, phase = style.partition(".")
         if style_kind in ("phase", "chip") and "/" not in style and sign in "█#":
-            text = _phase_name_in_cells(phase, end - start, uses_blocks)
             chip = f"chip.{phase}" if has_color else f"phase.{phase}"
-            cells[start:end] = [(char, chip) for char in text]
-        start = end
+            row.append((_phase_name_in_cells(phase, cell_count, uses_blocks), chip))
+        else:
+            row.append((sign * cell_count, style))
+    return row
 
 
 def _phase_name_in_cells(phase: str, cell_count: int, uses_blocks: bool) -> str:

@@ -12,7 +12,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.text.cells import align_right, char_width, span_width, wrap_text
-from dpmon.text.cells import crop_text as cropped_text
 from dpmon.ui.terminal_style import Glyphs
 
 Span = tuple[str, str]
@@ -48,19 +47,10 @@ def fit_row(row: Sequence[Span], width: int, more: str = "…") -> Row:
     total = row_width(row)
     if total <= width:
         return [*row, (" " * (width - total), "")] if total < width else list(row)
-    fitted_row: Row = []
     free_cells = width - span_width(more)
     if free_cells < 0:
         return [("." * width, "dim")]
-    for text, style in row:
-        text_width = span_width(text)
-        if text_width > free_cells:
-            fitted_row.append((cropped_text(text, free_cells), style))
-            break
-        fitted_row.append((text, style))
-        free_cells -= text_width
-    fitted_row.append((more, "dim"))
-    return fitted_row
+    return [*crop_row(row, 0, free_cells), (more, "dim")]
 
 
 def row_cells(row: Iterable[Span]) -> Row:
@@ -156,8 +146,8 @@ def draw_frame(
     The frame shows how many rows do not fit. `first_row`: rows to scroll past, at most to the end. `pinned_rows`: rows
     at the top that do not scroll.
     """
+    mark = glyphs.focus if focused else " "
     if height <= 1 or width < 8:
-        mark = glyphs.focus if focused else " "
         corner_spans: Row = [("  ", ""), *corner] if corner else []
         # A number is never cut.
         title_forms = ([*title, *corner_spans], [*title[:1], *corner_spans], [*title[:1], *corner_spans[:3]], title[:1])
@@ -165,7 +155,6 @@ def draw_frame(
         return [fit_row([(mark, "frame.focus"), *shown_title], width, glyphs.more)][:height]
     style = "frame.focus" if focused else "frame"
     top_left, top_right, bottom_left, bottom_right, line, side = glyphs.frame
-    mark = glyphs.focus if focused else " "
     title_row = draw_frame_title(title, corner, width - 3, line, style, glyphs.more)
     framed: list[Row] = [[(top_left, style), (mark, style), *title_row, (top_right, style)]]
     inner_height = height - 2

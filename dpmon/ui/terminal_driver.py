@@ -213,13 +213,11 @@ class ExitHandlers:
         self._old_handlers: dict[int, Any] = {}
         self._terminal_modes: list[Any] | None = None
         self._deadline: threading.Timer | None = None
-        self._is_active = False
         self.status = 0
         """128+N after a signal; 0 without one."""
 
     def install(self) -> None:
         """Remember the terminal's modes and install the handlers; call it before anything changes the terminal."""
-        self._is_active = True
         with contextlib.suppress(termios.error, OSError, ValueError):
             self._terminal_modes = termios.tcgetattr(sys.__stdin__.fileno()) if sys.__stdin__ else None
         for signal_number in SIGNALS:
@@ -229,7 +227,6 @@ class ExitHandlers:
 
     def uninstall(self) -> None:
         """Restore the handlers and cancel the deadline."""
-        self._is_active = False
         if self._deadline is not None:
             self._deadline.cancel()
         for signal_number, handler in self._old_handlers.items():
@@ -256,7 +253,7 @@ class ExitHandlers:
 
     def start_deadline(self, status: int) -> None:
         """End the process with `status` if the application has not ended after a few seconds; for a user who leaves."""
-        if self._is_active and self._deadline is None:
+        if self._old_handlers and self._deadline is None:
             self._force_exit_after(_MAX_LEAVE_S, status)
 
     def _force_exit_after(self, seconds: float, status: int) -> None:

@@ -24,7 +24,6 @@ from rich.style import Style
 from dpmon.sanitize import displayable_char
 from dpmon.text.cells import char_width
 from dpmon.ui.styled_rows import Row, merge_spans, plain_text
-from dpmon.ui.terminal_style import ATTRIBUTES
 
 MAX_LINE_CELLS = 1000
 """Most cells of a line, more than a screen has; the rest is dropped."""
@@ -242,9 +241,6 @@ def _apply_sgr(style: Style, args: str) -> Style:
 
 @lru_cache(maxsize=256)
 def _style_name(style: Style) -> str:
-    """Return the name "sgr:<fg>:<bg>:<attributes>" of a style (colors as Rich names them); "" if it changes nothing."""
-    foreground, background = (
-        "" if color is None or color.is_default else color.name for color in (style.color, style.bgcolor)
-    )
-    attributes = "".join(letter for letter, word in sorted(ATTRIBUTES.items()) if getattr(style, word))
-    return f"sgr:{foreground}:{background}:{attributes}" if foreground or background or attributes else ""
+    """Return the name "sgr:<the style as Rich writes it>"; "" if it changes nothing."""
+    words = re.sub(r"(on )?default|none", "", str(style)).split()
+    return f"sgr:{' '.join(words)}" if words else ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from rich.color import Color, ColorType, parse_rgb_hex
 from rich.style import Style
@@ -69,34 +69,37 @@ def _mono_styles() -> dict[str, Style]:
     return styles
 
 
-ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "reverse", "s": "strike"}
+_ATTRIBUTES = ("bold", "dim", "italic", "underline", "reverse", "strike")
+"""Attributes that the script's output keeps."""
 
 
 @lru_cache(maxsize=1024)
 def parse_composed_style(name: str, theme: str | None, has_few_colors: bool = False) -> Style:
-    """Return the style of a composed name: "sgr:<fg>:<bg>:<attributes>" or "phase.a/b". `theme` None: mono."""
+    """Return the style of a composed name: "sgr:<a style as Rich writes it>" or "phase.a/b". `theme` None: mono."""
     palette = palette_of(theme, has_few_colors) if theme is not None else None
     if name.startswith("sgr:"):
-        foreground_name, background_name, attributes = name[4:].rsplit(":", 2)
+        script_style = Style.parse(name[4:])
+        attributes = Style(**{word: getattr(script_style, word) for word in _ATTRIBUTES})
         if palette is None:
-            return Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES))
-        background = _rgb(background_name, palette) if background_name else palette.background
-        foreground = _rgb(foreground_name, palette) if foreground_name else palette.text
-        if not background_name:  # the script did not know this background when it chose its color
+            return attributes
+        background = _rgb(script_style.bgcolor, palette)
+        foreground = _rgb(script_style.color, palette) or palette.text
+        if background is None:  # the script did not know this background when it chose its color
+            background = palette.background
             foreground = _ensure_contrast(foreground, background, palette)
-        if "d" in attributes:
+        if script_style.dim:
             foreground = _blend(foreground, background)
-        base = Style(color=foreground, bgcolor=background)
-        return base + Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES and a != "d"))
+        return attributes + Style(color=foreground, bgcolor=background, dim=False)
     lower, _, upper = name.partition("/")
     if palette is not None and lower.startswith("phase.") and lower[6:] in LETTERS and upper in LETTERS:
         return Style(color=palette.by_phase[lower[6:]], bgcolor=palette.by_phase[upper])
     return Style(color=palette.text, bgcolor=palette.background) if palette is not None else Style()
 
 
-def _rgb(name: str, palette: Palette) -> str:
-    """Return the color as "#rrggbb"; the first sixteen colors are looked up in the palette."""
-    color = Color.parse(name)
+def _rgb(color: Color | None, palette: Palette) -> str | None:
+    """Return the color as "#rrggbb", the first sixteen colors as in the palette; None for the terminal's default."""
+    if color is None or color.is_default:
+        return None
     if color.type is ColorType.STANDARD and color.number is not None:
         return (*palette.ansi, *palette.bright)[color.number]
     return color.get_truecolor().hex
@@ -123,8 +126,7 @@ def _brightness(color: str) -> float:
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
-@dataclass(frozen=True)
-class Glyphs:
+class Glyphs(NamedTuple):
     """Every sign that is not a letter."""
 
     frame: tuple[str, str, str, str, str, str]
@@ -199,23 +201,20 @@ ASCII = Glyphs(
 )
 
 
-COLOR = build_styles(palette_of("dark"))
 MONO = _mono_styles()
 
 
-@dataclass(frozen=True)
 class TerminalStyle:
-    """Glyphs and styles for one terminal."""
+    """The glyphs and styles of a theme (one of `dpmon.config.THEMES`) on one terminal."""
 
-    glyphs: Glyphs
-    styles: Mapping[str, Style]
-    has_color: bool
-    theme: str = "dark"
-    """One of `dpmon.config.THEMES`."""
-    only_ascii: bool = False
-    """Whether the terminal shows only ASCII."""
-    has_few_colors: bool = False
-    """Whether the terminal has sixteen colors."""
+    def __init__(self, theme: str, *, only_ascii: bool = False, has_few_colors: bool = False) -> None:
+        """`only_ascii`, `has_few_colors`: whether the terminal shows only ASCII, or only sixteen colors."""
+        self.theme, self.only_ascii, self.has_few_colors = theme, only_ascii, has_few_colors
+        self.has_color = theme != "mono"
+        self.glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
+        self.styles = MONO
+        if self.has_color:
+            self.styles = build_styles(palette_of(theme, has_few_colors), fills_chips=not self.glyphs.ascii)
 
     def rich_style(self, name: str) -> Style:
         """Return the style of that name. "phase.a/b": the color of phase a on the color of phase b."""
@@ -232,14 +231,7 @@ class TerminalStyle:
     def with_next_theme(self) -> TerminalStyle:
         """Return the style of the next theme."""
         next_theme = THEMES[(THEMES.index(self.theme) + 1) % len(THEMES)]
-        return make_style(next_theme, only_ascii=self.only_ascii, has_few_colors=self.has_few_colors)
-
-
-def make_style(theme: str, *, only_ascii: bool = False, has_few_colors: bool = False) -> TerminalStyle:
-    """Return the style of a theme on a terminal, which may have only ASCII or only sixteen colors."""
-    glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if theme == "mono" else build_styles(palette_of(theme, has_few_colors), fills_chips=not glyphs.ascii)
-    return TerminalStyle(glyphs, styles, theme != "mono", theme, only_ascii, has_few_colors)
+        return TerminalStyle(next_theme, only_ascii=self.only_ascii, has_few_colors=self.has_few_colors)
 
 
 def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> TerminalStyle:
@@ -251,7 +243,7 @@ def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | 
     terminal = environ.get("TERM", "")
     if theme is None:
         theme = "mono" if environ.get("NO_COLOR") or terminal.startswith(("vt1", "vt2", "dumb")) else "dark"
-    return make_style(theme, only_ascii=needs_ascii(environ, encoding), has_few_colors=_has_sixteen_colors(environ))
+    return TerminalStyle(theme, only_ascii=needs_ascii(environ, encoding), has_few_colors=_has_sixteen_colors(environ))
 
 
 def _has_sixteen_colors(environ: Mapping[str, str]) -> bool:

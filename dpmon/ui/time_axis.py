@@ -368,10 +368,11 @@ def _put_end_time(
     texts = [word + short_time, short_time]
     if part_s >= 2:
         texts.insert(0, f"{format_duration(part_s * SECOND)} per column  {word}{short_time}")
-    for text in texts:
-        if len(text) < free_cells and line.put(f" {text}", drawn_cells - len(text) - 1, "dim"):
-            return
+    places = [(f" {text}", drawn_cells - len(text) - 1) for text in texts if len(text) < free_cells]
     text = f" {word}{short_time}"
     if drawn_cells + len(text) > width:
         text = f" {short_time}"
-    line.put(text, min(drawn_cells, width - len(text)), "dim")
+    places.append((text, min(drawn_cells, width - len(text))))
+    for placed_text, index in places:
+        if line.put(placed_text, index, "dim"):
+            break

@@ -226,7 +226,7 @@ def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:
     code = (
         "import os, sys; from dpmon.ui.app import prepare; prepare(os.environ); import dpmon.ui.monitor;"
         "print(sorted({m.partition('.')[0] for m in sys.modules} & "
-        "{'torch', 'pynvml', 'numpy', 'psutil', 'sqlite3', 'aiohttp'}))"
+        "{'torch', 'pynvml', 'numpy', 'psutil', 'sqlite3', 'aiohttp', '_ssl'}))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

@@ -21,7 +21,7 @@ from dpmon.ui.screen_data import ModeRequest, ScreenData, View
 from dpmon.ui.screen_painter import panel_slots
 from dpmon.ui.styled_rows import Row as StyledRow
 from dpmon.ui.styled_rows import plain_text
-from dpmon.ui.terminal_style import ASCII, COLOR, MONO, UNICODE, TerminalStyle
+from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import SUPERVISOR, Recording, snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
@@ -35,10 +35,10 @@ from support.record_builders import (
     whole_device_event,
 )
 
-STYLE = TerminalStyle(UNICODE, COLOR, True)
+STYLE = TerminalStyle("dark")
 
 
-MONO_ASCII = TerminalStyle(ASCII, MONO, False)
+MONO_ASCII = TerminalStyle("mono", only_ascii=True)
 
 
 def paint_screen(

@@ -22,7 +22,7 @@ from dpmon.ui.panels.panel_output import LogTail
 from dpmon.ui.scenes import ARRANGEMENTS, DP
 from dpmon.ui.screen_data import PANELS, View
 from dpmon.ui.styled_rows import plain_text
-from dpmon.ui.terminal_style import make_style
+from dpmon.ui.terminal_style import TerminalStyle
 from support.record_builders import SECOND
 from support.screen_harness import ScreenHarness, open_screen
 
@@ -355,7 +355,7 @@ async def test_searching_the_output(tmp_path: Path) -> None:
     ("theme", "sign", "top"), [("dark", "the lowest block", "▲"), ("ascii", "a small letter (or a dot)", "^")]
 )
 def test_help_explains_the_signs_of_the_columns(theme: str, sign: str, top: str) -> None:
-    text = [plain_text(row) for row in help_rows(100, make_style(theme))]
+    text = [plain_text(row) for row in help_rows(100, TerminalStyle(theme))]
     assert any(f"A column of {sign} only: its steps are too" in line for line in text)
     assert any(f"{top} on top: longer than the scale" in line for line in text)
     assert any(line.startswith("S scatter ") for line in text) == (theme == "ascii")

@@ -18,7 +18,6 @@ from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing_phase_notes
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
-from dpmon.ui.terminal_style import MONO as MONO_STYLES
 from dpmon.ui.terminal_style import UNICODE, TerminalStyle
 from support.history_builders import snapshot_of_rows
 from support.record_builders import GPUS, Training, with_device_times
@@ -34,7 +33,7 @@ from support.screen_states import (
     with_call,
 )
 
-MONO = TerminalStyle(UNICODE, MONO_STYLES, False)
+MONO = TerminalStyle("mono")
 
 
 def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> ScreenData:

@@ -184,12 +184,12 @@ def test_everything_stands_out_from_its_background(palette: Palette) -> None:
 def test_a_scripts_colors_stay_legible_on_a_light_background() -> None:
     for theme in ("light", "dark"):
         for color in ("color(231)", "color(16)", "#ffff00", "#000010"):
-            style = choose_style({"TERM": "xterm"}, "utf-8", theme).rich_style(f"sgr:{color}::")
+            style = choose_style({"TERM": "xterm"}, "utf-8", theme).rich_style(f"sgr:{color}")
             assert style.color is not None
             assert style.color.triplet is not None
             light = 0.299 * style.color.triplet[0] + 0.587 * style.color.triplet[1] + 0.114 * style.color.triplet[2]
             assert (light < 190) if theme == "light" else (light > 80), (theme, color)
-    both = choose_style({"TERM": "xterm"}, "utf-8", "light").rich_style("sgr:#ffffff:#000000:")
+    both = choose_style({"TERM": "xterm"}, "utf-8", "light").rich_style("sgr:#ffffff on #000000")
     assert both.color == Color.parse("#ffffff"), "with a background of its own it stays"
 
 

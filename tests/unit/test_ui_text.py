@@ -117,10 +117,10 @@ def test_one_line_as_a_terminal_ends_up_showing_it(raw: str, expected: str) -> N
 def test_colors_reach_the_picture_as_styles() -> None:
     (row,) = interpret([b"\x1b[1;31mbad\x1b[0m \x1b[38;5;208mo\x1b[38;2;1;2;3mt\x1b[39mx"])
     assert row == [
-        ("bad", "sgr:color(1)::b"),
+        ("bad", "sgr:bold color(1)"),
         (" ", ""),
-        ("o", "sgr:color(208)::"),
-        ("t", "sgr:#010203::"),
+        ("o", "sgr:color(208)"),
+        ("t", "sgr:#010203"),
         ("x", ""),
     ]
 

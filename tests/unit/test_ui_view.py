@@ -16,7 +16,16 @@ from dpmon.ui.styled_rows import Row, fit_row
 from support.screen_states import STYLE
 
 CONSOLE = Console(force_terminal=True, color_system="truecolor")
-STYLES = ["", "dim", "bold", "phase.data", "phase.apply/gather", "chip.scatter", "sgr:color(1)::bu", "sgr:::r"]
+STYLES = [
+    "",
+    "dim",
+    "bold",
+    "phase.data",
+    "phase.apply/gather",
+    "chip.scatter",
+    "sgr:bold underline color(1)",
+    "sgr:reverse",
+]
 WORDS = ["abc", "漢字", " ", "━━━", "▁▂▃", "é", "12 340", "─", "x", "e\u0301x"]
 
 

@@ -146,11 +146,9 @@ class OutputView:
         else:
             start = top + height if older else top - 1
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
-        for serial in serials:
-            (row,) = tail.rows(serial, 1)
-            if matches_search(plain_text(row), search_text):
-                break
-        else:
+        matches = (one for one in serials if matches_search(plain_text(tail.rows(one, 1)[0]), search_text))
+        serial = next(matches, None)
+        if serial is None:
             scope_text = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
             return f"no {'older' if older else 'newer'} line with {search_text!r}{scope_text}"
         self.found_serial = serial

@@ -25,7 +25,7 @@ from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
-from dpmon.ui.screen_data import ModeRequest, ScreenData, View, all_finished
+from dpmon.ui.screen_data import ModeRequest, ScreenData, View, all_finished, last_mode_reply
 from dpmon.ui.time_cursor import TimeCursor
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ _LONGEST_STEP_COUNT = 8
 """Number of the longest steps that a picture can show."""
 _MAX_RECORD_DELAY_NS = 2 * SECOND
 """A step's records are usually written within this time after its end."""
+
+_MAX_CLOCK_DIFFERENCE_NS = SECOND
+"""The clocks of the nodes of a run differ by at most this."""
 
 
 class LiveRun:
@@ -98,7 +101,6 @@ class LiveRun:
         self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
         self._mode_request: ModeRequest | None = None
-        self._changes_at_request = 0
         self._rest_end_s = 0.0
         self._present_screen = ScreenData(self.state, 0)
         """The last picture of the present: the one that a freeze keeps."""
@@ -251,37 +253,26 @@ class LiveRun:
         """Return whether every process that has trained is finished; the command may start another one."""
         return all_finished(self.state, self._activities)
 
-    def request_other_mode(self) -> None:
-        """Request the other mode; the request is pending from now on."""
+    def request_other_mode(self) -> bool:
+        """Request the other mode, which is pending from now on. Return False if no process could be reached."""
         process = self.state.representative
-        if self._reader is None or process is None or self.toggle_refusal() is not None:
-            return
-        current_mode = (
-            self._mode_request.mode
-            if self._mode_request is not None and self._mode_request.status == "pending"
-            else process.mode
-        )
+        if self._reader is None or process is None:
+            return False
+        current_mode = process.mode if self._mode_request is None else self._mode_request.mode
         new_mode = "dp" if current_mode == "single" else "single"
-        self._changes_at_request = self.state.mode_change_count
-        request_count = self._reader.request_mode(new_mode)
-        status, reason = ("pending", None) if request_count else ("refused", NO_TRAINING_MESSAGE)
-        self._mode_request = ModeRequest(new_mode, status, self.now_ns(), reason=reason)
+        if not self._reader.request_mode(new_mode):
+            return False
+        self._mode_request = ModeRequest(new_mode, self.now_ns())
+        return True
 
     def _update_mode_request(self, reader: RunReader) -> None:
-        request = self._mode_request
-        if request is None or request.status != "pending" or reader.has_pending_request(self._activities):
+        """Forget the requested mode once every process has replied, and the record has a reply."""
+        request, reply, process = self._mode_request, last_mode_reply(self.state), self.state.representative
+        if request is None or reader.has_pending_request(self._activities):
             return
-        new_change_count = self.state.mode_change_count - self._changes_at_request
-        process = self.state.representative
-        changes = self.state.mode_changes[-new_change_count:] if new_change_count > 0 else ()
-        replies = [change for change in changes if change.requested_by == "user"]
-        refusal = next((change for change in replies if change.refused is not None), None)
-        if refusal is not None:
-            self._mode_request = ModeRequest(request.mode, "refused", self.now_ns(), reason=refusal.refused)
-        elif replies:
-            self._mode_request = ModeRequest(request.mode, "done", self.now_ns(), replies[-1].step)
-        elif process is not None and process.mode == request.mode:
-            self._mode_request = ModeRequest(request.mode, "done", self.now_ns())
+        is_recorded = reply is not None and (reply.t_ns or 0) >= request.since_ns - _MAX_CLOCK_DIFFERENCE_NS
+        if is_recorded or (process is not None and process.mode == request.mode):
+            self._mode_request = None
 
     def pause_state(self) -> PauseState:
         """Return the last request for a pause, and since when the training has been paused (ns of the run)."""
@@ -300,10 +291,9 @@ class LiveRun:
         refusal = self._reader.pause_refusal(self._activities)
         return refusal or (None if self.state.processes else "no training process is known yet")
 
-    def toggle_pause(self) -> None:
-        """Request a pause, or the end of the requested pause."""
-        if self._reader is not None:
-            self._reader.request_pause(not self.pause_state().is_requested)
+    def toggle_pause(self) -> bool:
+        """Request a pause, or the end of the requested pause. Return False if no process could be reached."""
+        return self._reader is not None and self._reader.request_pause(not self.pause_state().is_requested) > 0
 
     def request_collective_sample(self) -> bool:
         """Request the collectives of one of the next steps. Return False if there is no process to ask."""

@@ -95,9 +95,7 @@ class LiveRun:
         self.is_ending = False
         """Whether the command is gone and its supervisor has not recorded its exit yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
-        """Each process's activity when last polled, and its start (monotonic ns)."""
-        self._activities_of_run: Mapping[int, tuple[str, int]] = {}
-        """`_activities` with the start in ns since the run's start."""
+        """Each process's activity when last polled, and its start (ns since the run's start; 0 if unknown)."""
         self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
         self._mode_request: ModeRequest | None = None
@@ -187,10 +185,9 @@ class LiveRun:
         start_s, cpu_s = time.perf_counter(), time.thread_time()
         is_resting = request == self._request and start_s < self._rest_end_s
         if not is_resting or len(self.state.processes) <= MAX_FULLY_READ:
-            self._activities, start = reader.activities(), reader.info.start_ns
-            self._activities_of_run = {
-                process_index: (activity, start_ns - start if start_ns else 0)
-                for process_index, (activity, start_ns) in self._activities.items()
+            self._activities = {
+                process_index: (activity, self._time_of_run(start_ns) or 0)
+                for process_index, (activity, start_ns) in reader.activities().items()
             }
         if is_resting or (request == self._request and self._has_final_state):
             return
@@ -423,7 +420,7 @@ class LiveRun:
             reader.info,
             startup_stage=None if has_ended else self._stage_of_run(reader.startup_stage()),
             input_wait_since_ns=None if has_ended else self._time_of_run(reader.input_wait_start_ns()),
-            activities=self._activities_of_run,
+            activities=self._activities,
             is_command_alive=self._is_command_alive,
             exit_info=self.exit_info,
             exit_cause=self._exit_cause,

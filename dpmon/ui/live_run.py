@@ -23,7 +23,6 @@ from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
-from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, all_finished, last_mode_reply
 from dpmon.ui.time_cursor import TimeCursor
@@ -84,7 +83,6 @@ class LiveRun:
         self._request = SnapshotRequest(slowest=_LONGEST_STEP_COUNT, worst=MAX_LEAST_WAITING)
         self.exit_info: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
-        self._exit_cause: str | None = None
         self.shows_rank_waits = False
         """Whether the screen has room for the ranks over time."""
         self.findings: Sequence[Finding] | None = None
@@ -162,9 +160,8 @@ class LiveRun:
         reader.refresh()
         is_alive = reader.is_command_alive()
         may_be_recorded = is_alive is False and has_live_supervisor(reader.info)
-        if (exit_info := reader.exit_info()) is not None:
-            self._note_exit(exit_info)
-        self.is_ending = may_be_recorded and exit_info is None
+        self.exit_info = reader.exit_info()
+        self.is_ending = may_be_recorded and self.exit_info is None
         self._is_command_alive = True if self.is_ending else is_alive
         if self.is_over and self._end_ns is None:
             from dpmon.store.records import newest_record_ns
@@ -222,14 +219,6 @@ class LiveRun:
             warning = WarningRecord(None, self.now_ns(), str(error))
             self.state = replace(self.state, warnings=(warning,), warning_count=1)
         return None
-
-    def _note_exit(self, exit_info: ExitInfo) -> None:
-        cause = None
-        if exit_info.status is None:
-            cause = exit_info.unknown
-        elif exit_info.status and not exit_info.stopped:
-            cause = exit_info.error or exit_info.cause
-        self.exit_info, self._exit_cause = exit_info, sanitize_line(cause, 500) if cause else None
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -423,7 +412,6 @@ class LiveRun:
             activities=self._activities,
             is_command_alive=self._is_command_alive,
             exit_info=self.exit_info,
-            exit_cause=self._exit_cause,
             findings=self.findings if self.is_over else None,
             mode_request=self._mode_request,
             pause_state=pause_state,

@@ -99,8 +99,6 @@ class ScreenData:
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     is_command_alive: bool | None = None
     exit_info: ExitInfo | None = None
-    exit_cause: str | None = None
-    """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
     mode_request: ModeRequest | None = None
     pause_state: PauseState = field(default_factory=PauseState)
     can_pause: bool = False
@@ -137,6 +135,16 @@ class ScreenData:
     def process(self) -> Process | None:
         """The process that represents the run."""
         return self.state.representative
+
+    @property
+    def exit_cause(self) -> str | None:
+        """Why the run ended: the last line of the script's traceback, or another cause; sanitized, None if unknown."""
+        if self.exit_info is None:
+            return None
+        cause = self.exit_info.unknown
+        if cause is None and not self.exit_info.stopped:
+            cause = self.exit_info.error or self.exit_info.cause
+        return sanitize_line(cause, 500) if cause else None
 
     @property
     def input_wait_ns(self) -> int | None:

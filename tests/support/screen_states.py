@@ -146,7 +146,7 @@ def situations() -> dict[str, ScreenData]:
         "refused": with_mode_reply(dp, refused="spread over devices " * 20),
         "frozen": replace(dp, cursor=TimeCursor(dp.now_ns, dp.now_ns)),
         "failed": replace(
-            dp, exit_info=exit_info_of(1, None, dp.now_ns), exit_cause="RuntimeError: " + "no " * 100, can_toggle=False
+            dp, exit_info=exit_info_of(1, None, dp.now_ns, cause="RuntimeError: " + "no " * 100), can_toggle=False
         ),
         "killed": replace(dp, exit_info=exit_info_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
         "16 GPUs": gpu_screen_data(16, throttle=["power cap\x1b[2J", "too hot"]),

@@ -18,9 +18,8 @@ from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
-from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
-from dpmon.ui.screen_data import ModeRequest, ScreenData, View, all_finished
+from dpmon.ui.screen_data import ModeRequest, ScreenData, View, all_finished, last_mode_reply
 from dpmon.ui.time_cursor import TimeCursor
 
 if TYPE_CHECKING:
@@ -46,6 +45,9 @@ _LONGEST_STEP_COUNT = 8
 """Number of the longest steps that a picture can show."""
 _MAX_RECORD_DELAY_NS = 2 * SECOND
 """A step's records are usually written within this time after its end."""
+
+_MAX_CLOCK_DIFFERENCE_NS = SECOND
+"""The clocks of the nodes of a run differ by at most this."""
 
 
 class LiveRun:
@@ -76,7 +78,6 @@ class LiveRun:
         self._request = SnapshotRequest(slowest=_LONGEST_STEP_COUNT, worst=MAX_LEAST_WAITING)
         self.exit_info: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
-        self._exit_cause: str | None = None
         self.shows_rank_waits = False
         """Whether the screen has room for the ranks over time."""
         self.findings: Sequence[Finding] | None = None
@@ -87,13 +88,10 @@ class LiveRun:
         self.is_ending = False
         """Whether the command is gone and its supervisor has not recorded its exit yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
-        """Each process's activity when last polled, and its start (monotonic ns)."""
-        self._activities_of_run: Mapping[int, tuple[str, int]] = {}
-        """`_activities` with the start in ns since the run's start."""
+        """Each process's activity when last polled, and its start (ns since the run's start; 0 if unknown)."""
         self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
         self._mode_request: ModeRequest | None = None
-        self._changes_at_request = 0
         self._rest_end_s = 0.0
         self._present_screen = ScreenData(self.state, 0)
         """The last picture of the present: the one that a freeze keeps."""
@@ -157,9 +155,8 @@ class LiveRun:
         reader.refresh()
         is_alive = reader.is_command_alive()
         may_be_recorded = is_alive is False and has_live_supervisor(reader.info)
-        if (exit_info := reader.exit_info()) is not None:
-            self._note_exit(exit_info)
-        self.is_ending = may_be_recorded and exit_info is None
+        self.exit_info = reader.exit_info()
+        self.is_ending = may_be_recorded and self.exit_info is None
         self._is_command_alive = True if self.is_ending else is_alive
         if self.is_over and self._end_ns is None:
             from dpmon.store.records import newest_record_ns
@@ -180,10 +177,9 @@ class LiveRun:
         start_s, cpu_s = time.perf_counter(), time.thread_time()
         is_resting = request == self._request and start_s < self._rest_end_s
         if not is_resting or len(self.state.processes) <= MAX_FULLY_READ:
-            self._activities, start = reader.activities(), reader.info.start_ns
-            self._activities_of_run = {
-                process_index: (activity, start_ns - start if start_ns else 0)
-                for process_index, (activity, start_ns) in self._activities.items()
+            self._activities = {
+                process_index: (activity, self._time_of_run(start_ns) or 0)
+                for process_index, (activity, start_ns) in reader.activities().items()
             }
         if is_resting or (request == self._request and self._has_final_state):
             return
@@ -219,14 +215,6 @@ class LiveRun:
             self.state = self.state.with_facts(warnings=(warning,), warning_count=1)
         return None
 
-    def _note_exit(self, exit_info: ExitInfo) -> None:
-        cause = None
-        if exit_info.status is None:
-            cause = exit_info.unknown
-        elif exit_info.status and not exit_info.stopped:
-            cause = exit_info.error or exit_info.cause
-        self.exit_info, self._exit_cause = exit_info, sanitize_line(cause, 500) if cause else None
-
     # ------------------------------------------------------------------------------------------ asking
 
     def _request_refusal(self) -> str | None:
@@ -246,37 +234,26 @@ class LiveRun:
         """Return whether every process that has trained is finished; the command may start another one."""
         return all_finished(self.state, self._activities)
 
-    def request_other_mode(self) -> None:
-        """Request the other mode; the request is pending from now on."""
+    def request_other_mode(self) -> bool:
+        """Request the other mode, which is pending from now on. Return False if no process could be reached."""
         process = self.state.representative
-        if self._reader is None or process is None or self.toggle_refusal() is not None:
-            return
-        current_mode = (
-            self._mode_request.mode
-            if self._mode_request is not None and self._mode_request.status == "pending"
-            else process.mode
-        )
+        if self._reader is None or process is None:
+            return False
+        current_mode = process.mode if self._mode_request is None else self._mode_request.mode
         new_mode = "dp" if current_mode == "single" else "single"
-        self._changes_at_request = self.state.mode_change_count
-        request_count = self._reader.request_mode(new_mode)
-        status, reason = ("pending", None) if request_count else ("refused", NO_TRAINING_MESSAGE)
-        self._mode_request = ModeRequest(new_mode, status, self.now_ns(), reason=reason)
+        if not self._reader.request_mode(new_mode):
+            return False
+        self._mode_request = ModeRequest(new_mode, self.now_ns())
+        return True
 
     def _update_mode_request(self, reader: RunReader) -> None:
-        request = self._mode_request
-        if request is None or request.status != "pending" or reader.has_pending_request(self._activities):
+        """Forget the requested mode once every process has replied, and the record has a reply."""
+        request, reply, process = self._mode_request, last_mode_reply(self.state), self.state.representative
+        if request is None or reader.has_pending_request(self._activities):
             return
-        new_change_count = self.state.mode_change_count - self._changes_at_request
-        process = self.state.representative
-        changes = self.state.mode_changes[-new_change_count:] if new_change_count > 0 else ()
-        replies = [change for change in changes if change.requested_by == "user"]
-        refusal = next((change for change in replies if change.refused is not None), None)
-        if refusal is not None:
-            self._mode_request = ModeRequest(request.mode, "refused", self.now_ns(), reason=refusal.refused)
-        elif replies:
-            self._mode_request = ModeRequest(request.mode, "done", self.now_ns(), replies[-1].step)
-        elif process is not None and process.mode == request.mode:
-            self._mode_request = ModeRequest(request.mode, "done", self.now_ns())
+        is_recorded = reply is not None and (reply.t_ns or 0) >= request.since_ns - _MAX_CLOCK_DIFFERENCE_NS
+        if is_recorded or (process is not None and process.mode == request.mode):
+            self._mode_request = None
 
     def pause_state(self) -> PauseState:
         """Return the last request for a pause, and since when the training has been paused (ns of the run)."""
@@ -295,10 +272,9 @@ class LiveRun:
         refusal = self._reader.pause_refusal(self._activities)
         return refusal or (None if self.state.processes else "no training process is known yet")
 
-    def toggle_pause(self) -> None:
-        """Request a pause, or the end of the requested pause."""
-        if self._reader is not None:
-            self._reader.request_pause(not self.pause_state().is_requested)
+    def toggle_pause(self) -> bool:
+        """Request a pause, or the end of the requested pause. Return False if no process could be reached."""
+        return self._reader is not None and self._reader.request_pause(not self.pause_state().is_requested) > 0
 
     def request_collective_sample(self) -> bool:
         """Request the collectives of one of the next steps. Return False if there is no process to ask."""
@@ -428,10 +404,9 @@ class LiveRun:
             reader.info,
             startup_stage=None if has_ended else self._stage_of_run(reader.startup_stage()),
             input_wait_since_ns=None if has_ended else self._time_of_run(reader.input_wait_start_ns()),
-            activities=self._activities_of_run,
+            activities=self._activities,
             is_command_alive=self._is_command_alive,
             exit_info=self.exit_info,
-            exit_cause=self._exit_cause,
             findings=self.findings if self.is_over else None,
             mode_request=self._mode_request,
             pause_state=pause_state,

@@ -550,13 +550,12 @@ class Monitor(App[str]):
             self.live_run.toggle_pause,
         )
 
-    def _send_request(self, problem: str, refusal: str | None, send: Callable[[], None]) -> None:
+    def _send_request(self, problem: str, refusal: str | None, send: Callable[[], bool]) -> None:
         if refusal is not None:
             self.show_message(f"{problem}: {refusal}")
             return
         self.show_present()
-        send()
-        self.show_message(None)  # clear older messages before the answer
+        self.show_message(None if send() else f"{problem}: {NO_TRAINING_MESSAGE}")
 
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""

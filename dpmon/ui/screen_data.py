@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall, final_stall
-from dpmon.model.run_snapshot import Process, RunSnapshot
+from dpmon.model.run_snapshot import ModeChange, Process, RunSnapshot
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import RANK_MODES
@@ -55,13 +55,10 @@ BEFORE_STALL = ("values from before the stall", "wait")
 
 
 class ModeRequest(NamedTuple):
-    """A requested mode with its status: pending, done or refused, and since when (ns since the run's start)."""
+    """A requested mode that is not in force yet, and since when (ns since the run's start)."""
 
     mode: str
-    status: str
     since_ns: int
-    step: int | None = None
-    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +99,6 @@ class ScreenData:
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     is_command_alive: bool | None = None
     exit_info: ExitInfo | None = None
-    exit_cause: str | None = None
-    """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
     mode_request: ModeRequest | None = None
     pause_state: PauseState = field(default_factory=PauseState)
     can_pause: bool = False
@@ -140,6 +135,16 @@ class ScreenData:
     def process(self) -> Process | None:
         """The process that represents the run."""
         return self.state.representative
+
+    @property
+    def exit_cause(self) -> str | None:
+        """Why the run ended: the last line of the script's traceback, or another cause; sanitized, None if unknown."""
+        if self.exit_info is None:
+            return None
+        cause = self.exit_info.unknown
+        if cause is None and not self.exit_info.stopped:
+            cause = self.exit_info.error or self.exit_info.cause
+        return sanitize_line(cause, 500) if cause else None
 
     @property
     def input_wait_ns(self) -> int | None:
@@ -206,6 +211,11 @@ class ScreenData:
     def elapsed_ns(self) -> int:
         """The run's duration until the time of the picture, or its end (ns)."""
         return self.now_ns if self.exit_info is None else int(self.exit_info.seconds * 1e9)
+
+
+def last_mode_reply(state: RunSnapshot) -> ModeChange | None:
+    """Return the newest reply to a request of a mode by a user; None if there was none."""
+    return next((change for change in reversed(state.mode_changes) if change.requested_by == "user"), None)
 
 
 def all_finished(state: RunSnapshot, activities: Mapping[int, tuple[str, int]]) -> bool:

@@ -88,6 +88,13 @@ def shown_process(facts: ScreenData) -> Process:
     return process
 
 
+def with_mode_reply(facts: ScreenData, mode: str = "dp", **changes: Any) -> ScreenData:
+    """Return the facts after a reply to a request for a mode: `mode` is in force."""
+    event = Event("mode", {"process": 0, "t_s": facts.now_ns / SECOND, "mode": mode, "requested_by": "user", **changes})
+    state = snapshot_of_rows([event])
+    return replace(facts, state=replace(facts.state, mode_changes=state.mode_changes))
+
+
 def with_process(facts: ScreenData, **changes: Any) -> ScreenData:
     """Return the facts with changes of the process that it shows."""
     process = shown_process(facts).with_facts(**changes)
@@ -135,13 +142,11 @@ def situations() -> dict[str, ScreenData]:
         "gpus": gpus,
         "many replicas": screen_data_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
         "both modes": ScreenData(snapshot_of_rows(both), single.now, RUN_INFO, is_command_alive=True, can_toggle=True),
-        "pending": replace(dp, mode_request=ModeRequest("single", "pending", dp.now_ns - SECOND)),
-        "refused": replace(
-            dp, mode_request=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)
-        ),
+        "pending": replace(dp, mode_request=ModeRequest("single", dp.now_ns - SECOND)),
+        "refused": with_mode_reply(dp, refused="spread over devices " * 20),
         "frozen": replace(dp, cursor=TimeCursor(dp.now_ns, dp.now_ns)),
         "failed": replace(
-            dp, exit_info=exit_info_of(1, None, dp.now_ns), exit_cause="RuntimeError: " + "no " * 100, can_toggle=False
+            dp, exit_info=exit_info_of(1, None, dp.now_ns, cause="RuntimeError: " + "no " * 100), can_toggle=False
         ),
         "killed": replace(dp, exit_info=exit_info_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
         "16 GPUs": gpu_screen_data(16, throttle=["power cap\x1b[2J", "too hot"]),

@@ -227,9 +227,7 @@ async def test_a_rank_is_found_and_its_node_shown_alone_and_all_again(tmp_path: 
 
 
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
-    facts = replace(
-        facts_of(run_of(4)), node_replies=NodeReplies(3, 4), mode_request=ModeRequest("dp", "pending", 11 * SECOND)
-    )
+    facts = replace(facts_of(run_of(4)), node_replies=NodeReplies(3, 4), mode_request=ModeRequest("dp", 11 * SECOND))
     assert "pending 1 s: takes effect at the next call; 3 of 4 nodes answered" in screen_text(facts, 120, 40)
     pausing = replace(facts, mode_request=None, pause_state=PauseState(is_requested=True, is_pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in screen_text(pausing, 120, 40)

@@ -217,3 +217,5 @@ def test_an_ended_run_is_played_back_wherever_it_is_moved_to() -> None:
     played = ENDED.seek(40 * SECOND)
     assert (played.is_playback, played.is_looking_back, played.can_return) == (True, False, False)
     assert played.return_to_present() == replace(ENDED, is_playback=True)
+    frozen_before = replace(NOW.freeze(), has_ended=True)
+    assert frozen_before.seek(40 * SECOND) == played

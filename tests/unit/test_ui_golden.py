@@ -233,14 +233,13 @@ def played_back() -> ScreenData:
 
 def happened() -> ScreenData:
     """Return such a run after its end."""
-    over = exit_info_of(1, None, 107 * SECOND)
     why = "RuntimeError: no such token: 17 (train.py:88)"
+    over = exit_info_of(1, None, 107 * SECOND, cause=why)
     failed = Finding("failed", f"An exception ended the run: {why}.", "", "read the traceback at the end", 1.0)
     ended = {
         "exit_info": over,
         "is_command_alive": False,
         "can_toggle": False,
-        "exit_cause": why,
         "findings": (failed, *TWO_FINDINGS),
     }
     return learning(progress_in_epochs(left_ns=None, error_ns=None), **ended)

@@ -44,6 +44,7 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
 
 async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
+        on.app.live_run._clock = lambda: on.reader.info.start_ns + on.training.now
         await on.shows("d → single")
         await on.press("d")
         assert on.reader.asked == ["single"]

@@ -29,6 +29,7 @@ from support.screen_states import (
     screen_data_of,
     screen_text,
     situations,
+    with_mode_reply,
 )
 
 SIZES = [
@@ -177,13 +178,13 @@ def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
 
 def test_a_toggle_is_pending_then_done_or_refused() -> None:
     facts = screen_data_of(Training())
-    pending = replace(facts, mode_request=ModeRequest("single", "pending", facts.now_ns - 2 * SECOND))
+    pending = replace(facts, mode_request=ModeRequest("single", facts.now_ns - 2 * SECOND))
     assert "→ single pending 2 s: takes effect at the next call" in screen_text(pending, 80, 24)
     paused = replace(pending, pause_state=PauseState(is_requested=True, since_ns=facts.now_ns - SECOND))
     assert "→ single pending 2 s: takes effect once training resumes (p)" in screen_text(paused, 80, 24)
-    done = replace(facts, mode_request=ModeRequest("single", "done", facts.now_ns, step=12_340))
+    done = with_mode_reply(facts, "single", step=12_340)
     assert "single from step 12,340 on" in screen_text(done, 80, 24)
-    refused = replace(facts, mode_request=ModeRequest("single", "refused", facts.now_ns, reason="it is DDP"))
+    refused = with_mode_reply(facts, refused="it is DDP")
     assert "single refused: it is DDP" in screen_text(refused, 80, 24)
 
 
@@ -244,7 +245,7 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     facts = screen_data_of(Training())
     plain_rows = paint_screen(facts, OutputView(), *size, STYLE)
     if which == "toggle":
-        facts = replace(facts, mode_request=ModeRequest("single", "refused", facts.now_ns, None, LONG))
+        facts = with_mode_reply(facts, refused=LONG)
     elif which == "pause":
         pause = PauseChange(0, facts.now_ns, None, False, None, None, LONG)
         facts = replace(facts, state=facts.state.with_facts(pauses=(pause,)))

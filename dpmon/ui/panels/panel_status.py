@@ -30,7 +30,7 @@ from dpmon.text.formatting import (
 from dpmon.ui.panels import panel_stall
 from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, shown_losses, shown_progress
 from dpmon.ui.panels.rank_map import PROBLEM_STYLES
-from dpmon.ui.screen_data import ActivityText, ScreenData, describe_activity, format_mode_and_devices
+from dpmon.ui.screen_data import ActivityText, ScreenData, describe_activity, format_mode_and_devices, last_mode_reply
 from dpmon.ui.styled_rows import Row, fit_row, join_left_right, plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
@@ -407,12 +407,10 @@ def _pause_message(screen: ScreenData) -> Row:
 
 
 def _mode_reply(screen: ScreenData, style: TerminalStyle) -> Row:
-    toggle = screen.mode_request
-    if toggle is None:
-        return []
-    text_style = f"mode.{toggle.mode}"
-    if toggle.status == "pending":
-        waited_s = max(screen.now_ns - toggle.since_ns, 0) / 1e9
+    """Return the requested mode while it is pending, or the reply to the last request."""
+    request, reply = screen.mode_request, last_mode_reply(screen.state)
+    if request is not None:
+        waited_s = max(screen.now_ns - request.since_ns, 0) / 1e9
         note = "takes effect at the next call"
         if screen.process is None or screen.process.seen_ns < 0:
             note = "takes effect at the first call"
@@ -420,14 +418,15 @@ def _mode_reply(screen: ScreenData, style: TerminalStyle) -> Row:
             note = "takes effect once training resumes (p)"
         return [
             (f"{style.glyphs.arrow} ", ""),
-            (toggle.mode, text_style),
+            (request.mode, f"mode.{request.mode}"),
             (" pending ", "wait"),
             (f"{waited_s:.0f} s: {note}{_reply_count(screen)}", "dim"),
         ]
-    if screen.now_ns - toggle.since_ns > DONE_SHOWN_NS:
+    if reply is None or reply.t_ns is None or screen.now_ns - reply.t_ns > DONE_SHOWN_NS:
         return []
-    if toggle.status == "refused":
-        reason = sanitize_line(toggle.reason, 300) if toggle.reason else "no reason was given"
-        return [(toggle.mode, text_style), (" refused: ", "bad"), (reason, "")]
-    effect_text = " done" if toggle.step is None else f" from step {format_count(toggle.step)} on"
-    return [(toggle.mode, text_style), (effect_text, "good")]
+    if reply.refused is not None:
+        refused_mode = "single" if reply.mode == "dp" else "dp"
+        reason = sanitize_line(reply.refused, 300)
+        return [(refused_mode, f"mode.{refused_mode}"), (" refused: ", "bad"), (reason, "")]
+    effect_text = " done" if reply.step is None else f" from step {format_count(reply.step)} on"
+    return [(reply.mode, f"mode.{reply.mode}"), (effect_text, "good")]

@@ -182,10 +182,6 @@ class CallLayouts:
         """Number of all calls, including those outside steps."""
         return sum(shape.calls for shape, _ in self._shapes)
 
-    def modes_and_kinds(self) -> set[tuple[str, int]]:
-        """Return mode and kind of all calls."""
-        return {(shape.mode, shape.kind) for shape, _ in self._shapes}
-
     def have_only_ranks(self) -> bool:
         """Return whether all calls are those of ranks in one mode, whose sizes the table of ranks has."""
         modes = {(_mode_of_calls(shape, layout), step_kind(shape.kind)) for shape, layout in self.known_shapes}

@@ -59,6 +59,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
 th { font-weight: 500; color: #57606a; }
 th:first-child, td:first-child, .text { text-align: left; }
+td.text:last-child { white-space: normal; }
 .inner { padding-left: 1.4rem; }
 pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; }
 nav { margin: 1rem 0; } nav a { white-space: nowrap; }

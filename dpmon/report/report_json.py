@@ -15,7 +15,6 @@ from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import PARTS, Bin
 from dpmon.model.stragglers import RankTimes, Straggler, straggler_sentence
-from dpmon.record.record_types import Operation
 from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING
 from dpmon.report import tables
 from dpmon.report.report_data import ReportData
@@ -232,7 +231,9 @@ def communication_fields(communication: Communication | None) -> dict[str, objec
             "samples": collectives.samples,
             "one_in": communication.one_in,
             "absent": collectives.why,
-            "operations": [_operation(operation) for operation in collectives.operations],
+            "operations": [
+                fields_of(operation, "name", "size", "collectives", "bytes") for operation in collectives.operations
+            ],
         },
         "wrappers": [
             {"wrapper": wrapper.number, **fields_of(wrapper, *_WRAPPER)} for wrapper in communication.wrappers
@@ -254,7 +255,3 @@ def _straggler(straggler: Straggler | None, lately: bool) -> dict[str, object] |
         return None
     names = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
     return {**fields_of(straggler, *names), "sentence": straggler_sentence(straggler, lately=lately)}
-
-
-def _operation(operation: Operation) -> dict[str, object]:
-    return fields_of(operation, "name", "size", "collectives", "bytes")

@@ -6,7 +6,7 @@ A new column here is shown in all of them. A fact comes from dpmon.model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.text.fact_table import BYTES, COUNT, LONG_DURATION, NUMBER, SHARE, TEXT, FactColumn, FactTable, Form, ms
@@ -102,27 +102,17 @@ PHASES: FactTable[PhaseStats] = FactTable(
 )
 
 
-class _Part(Protocol):
-    """A replica or a stage, over a run or in the last calls."""
-
-    @property
-    def device(self) -> str: ...
-    @property
-    def host_ns(self) -> float | None: ...
-    @property
-    def device_ns(self) -> float | None: ...
-
-
-_DEVICE: FactColumn[_Part] = FactColumn("device", lambda part: part.device, TEXT)
-_HOST_TIME: FactColumn[_Part] = FactColumn("host time", lambda part: part.host_ns, member="median_ms")
-_DEVICE_TIME: FactColumn[_Part] = FactColumn(
+# The columns of replicas and stages, over a run or in the last calls.
+_DEVICE: FactColumn[Any] = FactColumn("device", lambda part: part.device, TEXT)
+_HOST_TIME: FactColumn[Any] = FactColumn("host time", lambda part: part.host_ns, member="median_ms")
+_DEVICE_TIME: FactColumn[Any] = FactColumn(
     _ON_DEVICE,
     lambda part: part.device_ns,
     member=_DEVICE_MS,
     why=lambda part: getattr(part, "untimed", None),
     is_optional=True,
 )
-PART_TIMES: FactTable[_Part] = FactTable(_DEVICE, (_DEVICE, _HOST_TIME, _DEVICE_TIME))
+PART_TIMES: FactTable[Any] = FactTable(_DEVICE, (_DEVICE, _HOST_TIME, _DEVICE_TIME))
 REPLICAS: FactTable[ReplicaStats] = FactTable(
     FactColumn("", lambda replica: replica.label, TEXT),
     (

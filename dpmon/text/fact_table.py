@@ -96,6 +96,11 @@ class FactColumn(Generic[Row]):
         value = self.fact(row)
         return UNKNOWN if value is None else self.form.words(value)
 
+    def json_value(self, row: Row) -> object:
+        """Return the value of a row in the unit of JSON; None if unknown."""
+        value = self.fact(row)
+        return None if value is None else self.form.to_json(value)
+
 
 @dataclass(frozen=True)
 class FactTable(Generic[Row]):
@@ -120,7 +125,7 @@ class FactTable(Generic[Row]):
         members = fields_of(row, *self.fields)
         reasons: dict[str, str] = {}
         for column in self.columns:
-            value = self.fact_in_json(column, row)
+            value = column.json_value(row)
             if column.member:
                 members[column.member] = value
             if column.why is not None and value is None and (reason := column.why(row)) is not None:
@@ -128,9 +133,3 @@ class FactTable(Generic[Row]):
         if any(column.why is not None for column in self.columns):
             members["absent"] = reasons
         return members
-
-    @staticmethod
-    def fact_in_json(column: FactColumn[Row], row: Row) -> object:
-        """Return the value of a row in the unit of JSON."""
-        value = column.fact(row)
-        return None if value is None else column.form.to_json(value)

@@ -18,12 +18,12 @@ _MIN_TEXT_CELLS = 4
 class PanelColumn(NamedTuple):
     """A column of a table: its title and its cells, or a function that draws both in a number of cells."""
 
-    title: str = ""
+    title: str | Row = ""
     cells: Sequence[str | Row] = ()
     style: str = ""
     is_text: bool = False
     """Whether its cells stand at the left, and are truncated and marked where they are too long."""
-    short: str = ""
+    short: str | Row = ""
     """The title where there is little room."""
     rank: int = 0
     """Those with a higher rank are shown only if the others have all the cells that they want; 0: always."""
@@ -43,12 +43,12 @@ class PanelColumn(NamedTuple):
     @property
     def full_width(self) -> int:
         """The cells of its title and its longest cell; the fewest of a drawing."""
-        return max([self.min_width, span_width(self.title), *map(_cell_width, self.cells)])
+        return max([self.min_width, _cell_width(self.title), *map(_cell_width, self.cells)])
 
     @property
     def least_width(self) -> int:
         """The fewest cells in which it can be shown."""
-        return min(max(_MIN_TEXT_CELLS, span_width(self.title)), self.full_width) if self.is_text else self.full_width
+        return min(max(_MIN_TEXT_CELLS, _cell_width(self.title)), self.full_width) if self.is_text else self.full_width
 
 
 def fact_columns(
@@ -68,11 +68,15 @@ def fact_columns(
     ]
 
 
-def draw_table(columns: Sequence[PanelColumn], width: int, more: str) -> list[Row]:
-    """Return a row of titles and a row for each cell of the columns, in at most `width` cells."""
+def draw_table(columns: Sequence[PanelColumn], width: int, more: str, *, keeps_columns: bool = False) -> list[Row]:
+    """Return a row of titles and a row for each cell of the columns, in at most `width` cells.
+
+    `keeps_columns`: titles and values become shorter before a column is left out.
+    """
     gap = 2
     shown, widths = _fit_columns(columns, width, gap)
-    if sum(widths) + gap * (len(shown) - 1) > width:
+    is_short_of_room = keeps_columns and len(shown) < len(columns)
+    if is_short_of_room or sum(widths) + gap * (len(shown) - 1) > width:
         gap = 1
         shown, widths = _fit_columns([column.in_little_room() for column in columns], width, gap)
     rows: list[Row] = [[] for _ in range(1 + max(len(column.cells) for column in shown))]

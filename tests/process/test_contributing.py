@@ -121,7 +121,8 @@ def run(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cha
 def test_it_takes_few_files() -> None:
     sections = (DOCS / "contributing.md").read_text().split("\n## ")
     files = [set(re.findall(r"(?m)^\+\+\+ b/dpmon/(.*)$", section)) for section in sections]
-    assert [len(each) for each in files if each] == [3, 3, 1], "a quantity, a fact of ranks, a row of a panel"
+    counts = [len(each) for each in files if each]
+    assert counts == [3, 3, 2, 1], "a quantity, a fact of ranks, a column of a table, a row of a panel"
     assert len({name for name, _, _ in PHASE}) == 3
 
 
@@ -176,6 +177,11 @@ def test_their_values_are_those_that_were_measured(run: Changed) -> None:
     assert [row[NAME] for row in rows] == [str(step.get(NAME, "")) for step in steps]
     assert [float(row["await_ms"]) for row in rows] == [step["phases"]["await"] for step in steps]
     assert f"(known in {STEPS - 1} of {STEPS} steps)" in " ".join(run.says("report", "after").split())
+
+
+@pytest.mark.parametrize("name", ["report", "report as JSON", "page", "lines of JSON", "screen"])
+def test_the_new_column_is_shown_wherever_the_table_is(run: Changed, name: str) -> None:
+    assert re.search(r"\bp99(_ms)?\b", dict(PLACES)[name](run))
 
 
 def test_record_and_report_have_the_fact_of_ranks(run: Changed) -> None:

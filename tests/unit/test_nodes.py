@@ -312,12 +312,11 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
     assert len(means(facts)) == 2
     run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
     run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
-    for process, told in ((0, True), (9, False)):
+    for process in (0, 9):
         state = SnapshotBuilder().build(run.store(), SnapshotRequest(process=process))
         facts = ScreenData(state, 20 * SECOND, RUN_INFO, View(process_index=process), is_command_alive=True)
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
-        assert ("the mean includes a stall of 6 s" in screen_text(facts, 160, TALL_SCREEN_ROWS)) is told
 
 
 def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_facts_of_those_it_shows() -> None:

@@ -9,7 +9,8 @@ from dpmon.model.run_snapshot import NO_STEPS, PHASES, Process
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.record.record_types import MAX_SPANS, Call
-from dpmon.record.schema import SECOND, TRAINING, phase_by_display_name
+from dpmon.record.schema import SECOND, STEP, TRAINING, phase_by_display_name
+from dpmon.report import tables
 from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.cells import align_right, truncate
@@ -23,6 +24,7 @@ from dpmon.text.formatting import (
     format_time_range,
 )
 from dpmon.ui.chart import scale_top, stacked_columns
+from dpmon.ui.panel_table import DURATION_CELLS, PanelColumn, draw_table
 from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.screen_data import BEFORE_STALL, NAMES, ScreenData, format_mode_and_devices
 from dpmon.ui.step_waterfall import OTHER_FORWARD_NAMES, render_waterfall, visible_lanes
@@ -187,11 +189,9 @@ def _phase_title(phase: str, max_cells: int, style: TerminalStyle, *, other_forw
     `other_forward`: the call's phases have columns of their own, so forward is only the remaining part.
     """
     if other_forward and phase == "forward":
-        text = next(
-            (short_name for short_name in OTHER_FORWARD_NAMES if len(short_name) < max_cells), OTHER_FORWARD_NAMES[-1]
-        )[: max_cells - 1]
+        text = next(name for name in (*OTHER_FORWARD_NAMES, "fwd") if len(name) <= max_cells)
         return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
-    text = phase if len(phase) < max_cells else phase_by_display_name(phase).short_display_name[: max_cells - 1]
+    text = phase if len(phase) <= max_cells else phase_by_display_name(phase).short_display_name[:max_cells]
     letter, letter_index = LETTERS[phase], letter_position(phase, text)
     if letter == ".":
         return [("." if not style.has_color or style.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
@@ -201,58 +201,25 @@ def _phase_title(phase: str, max_cells: int, style: TerminalStyle, *, other_forw
 
 
 def _phase_table(
-    columns: Sequence[PhaseStats], stats: StepStats, width: int, style: TerminalStyle, height: int
+    phases: Sequence[PhaseStats], stats: StepStats, width: int, style: TerminalStyle, height: int
 ) -> list[Row]:
-    """Return the header and the rows of shares, medians, device times and p95, as far as `height` has room."""
-    label_width, cell_width = _column_widths(width, len(columns))
-    has_step_column = _has_step(width, len(columns))
-    other_forward = any(phase.ran for phase in columns if phase_by_display_name(phase.name).of_call)
+    """Return the header and, as far as `height` has room, the rows of the declared table of phases.
 
-    def phase_header(phase: str) -> Row:
-        name = _phase_title(phase, cell_width, style, other_forward=other_forward)
-        return [(" " * (cell_width - row_width(name)), ""), *name]
-
-    def format_time(ns: float | None) -> str:
-        return format_duration(ns) if cell_width > 8 else format_duration(ns, "")
-
-    def make_row(label: str, step_text: str, values: Sequence[str], text_style: str) -> Row:
-        row: Row = [(label.ljust(label_width)[:label_width], "dim")]
-        for phase, value in zip(columns, values, strict=True):
-            row.append((align_right(value, cell_width), text_style if phase.ran else "dim"))
-        if has_step_column:
-            row.append((align_right(step_text, cell_width), text_style))
-        return row
-
-    header: Row = [(" " * label_width, "")]
-    for phase in columns:
-        header += phase_header(phase.name)
-    if has_step_column:
-        header.append((align_right("step", cell_width), "dim"))
-    rows = [header, make_row("share", "", [format_percent(phase.share) for phase in columns], "bold")]
-    if height >= 3:
-        medians = [format_time(phase.median_ns) for phase in columns]
-        rows.append(make_row("median", format_time(stats.median_ns), medians, ""))
-    if label_width and height >= 6 and any(phase.device_count for phase in stats.disjoint_phases):
-        # Times of the slowest device; for data, of the device that waits least. Medians of steps with known times.
-        rows.append(make_row("device", "", [format_time(phase.device_ns) for phase in columns], ""))
-    if height >= _TALL_HEIGHT - 1:
-        p95s = [format_time(phase.p95_ns) for phase in columns]
-        rows.append(make_row("p95", format_time(stats.p95_ns), p95s, "dim"))
-    return rows
-
-
-def _column_widths(width: int, columns: int) -> tuple[int, int]:
-    """Return the widths of the label and of each column; the step has a column too, if it fits."""
-    label_width = 0 if width < 70 else 6
-    if width >= 100:
-        label_width = 7
-    return label_width, min(max((width - label_width) // (columns + _has_step(width, columns)), 4), 12)
-
-
-def _has_step(width: int, columns: int) -> bool:
-    """Return whether the step has a column. If it does not fit, its times are in the title."""
-    label_width = 6 if width >= 70 else 0
-    return (width - label_width) // (columns + 1) >= 7 or (width - label_width) // columns < 7
+    The smallest phases are left out where not all fit.
+    """
+    shown_rows = tables.PHASES.shown_columns(phases, on_screen=True)[: 1 + (height >= 3) + max(height - 7, 0)]
+    has_call_phases = any(phase.ran for phase in phases if phase_by_display_name(phase.name).of_call)
+    by_share = sorted(phases, key=lambda phase: -(phase.share or 0.0))
+    columns = [PanelColumn("", [row.short or row.head for row in shown_rows], "dim", is_text=True, min_width=6)]
+    for phase in phases:
+        titles = [_phase_title(phase.name, cells, style, other_forward=has_call_phases) for cells in (9, 6)]
+        cells: list[str | Row] = [row.cell(phase) for row in shown_rows]
+        column = PanelColumn(titles[0], cells, "" if phase.ran else "dim", short=titles[1], min_width=DURATION_CELLS)
+        columns.append(column._replace(rank=by_share.index(phase) + 1))
+    step = PhaseStats(STEP, stats.steps, stats.median_ns, stats.p95_ns, stats.mean_ns, None)
+    step_cells = ["" if row.fact(step) is None else row.cell(step) for row in shown_rows]
+    columns.append(PanelColumn("step", step_cells, rank=len(phases) + 1, min_width=DURATION_CELLS))
+    return draw_table(columns, width, style.glyphs.more, keeps_columns=True)
 
 
 def history_rows(
@@ -294,7 +261,7 @@ def render_notes(
     style: TerminalStyle,
 ) -> list[Row]:
     """Return at most `max_rows` rows of notes on the stats and the last step."""
-    slow_notes = _stall_note(screen, stats) or uneven_steps_note(process) or _longest_step_note(screen, stats)
+    slow_notes = uneven_steps_note(process) or _longest_step_note(screen, stats)
     speed_notes = [*_between_steps_note(stats), *slow_notes, *host_waits(stats.disjoint_phases)]
     texts = [
         *(speed_notes if screen.shown_stall is None else []),
@@ -317,17 +284,6 @@ def _between_steps_note(stats: StepStats) -> list[str]:
         return []
     share = format_percent(1 - rate.steps_per_s / rate.steps_per_s_within)
     return [f"{share} of the training time is outside the steps: {format_rate(rate)}"]
-
-
-def _stall_note(screen: ScreenData, stats: StepStats) -> list[str]:
-    """Return a note that the mean includes a stall on another node, which the process's own node did not detect."""
-    tally, has_nodes = stats.tally, any(process.node is not None for process in screen.state.training_processes)
-    for stall in screen.state.stalls if has_nodes else ():
-        if stall.end_ns is None or stall.end_ns <= (tally.first_ns or 0):
-            continue
-        if (tally.high_ns or 0) > stall.duration_ns(0) / 2:
-            return [f"the mean includes a stall of {stall.duration_ns(0) / SECOND:,.0f} s"]
-    return []
 
 
 def uneven_steps_note(process: Process) -> list[str]:

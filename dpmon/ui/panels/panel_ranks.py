@@ -156,9 +156,10 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     note_rows = _note_rows(screen, communication, width, max_rows, len(rows), style)
     max_rows = max(max_rows - len(note_rows), 1)
     straggler = screen.state.straggler
-    if not _shows_slowest_only(screen) and straggler is not None:
-        order = _order_by_visibility(_table_ranks(screen, communication), straggler, max_rows)
-        rows = [rows[index] for index in order]
+    if straggler is not None and len(rows) > max_rows:
+        ranks = _table_ranks(screen, communication)
+        first = [row for row, rank in zip(rows, ranks, strict=True) if _is_slow(straggler, rank)]
+        rows = [*first, *(row for row, rank in zip(rows, ranks, strict=True) if not _is_slow(straggler, rank))]
     main_rows, remaining_rows = [*map_rows, header, *rows[:max_rows], *note_rows], rows[max_rows:]
     if screen.view.zoom is not None:
         return [*main_rows, *remaining_rows]
@@ -166,16 +167,6 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     if over_time_rows:
         main_rows += [[]] * (height - len(main_rows) - len(over_time_rows))
     return [*main_rows, *over_time_rows, *remaining_rows]
-
-
-def _order_by_visibility(ranks: Sequence[_RankRow], straggler: Straggler, max_rows: int) -> list[int]:
-    """Return row indices in an order with the slow ranks among the first `max_rows`."""
-    slow_indices = [index for index, rank in enumerate(ranks) if _is_slow(straggler, rank)]
-    slow_indices.sort(key=lambda index: ranks[index].process.process != straggler.process)
-    slow_indices = slow_indices[:max_rows]
-    others = [index for index in range(len(ranks)) if index not in slow_indices]
-    shown_indices = sorted([*slow_indices, *others[: max_rows - len(slow_indices)]])
-    return [*shown_indices, *others[max_rows - len(slow_indices) :]]
 
 
 # ------------------------------------------------------------------------------------------------ who waits

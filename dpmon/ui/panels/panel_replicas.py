@@ -231,16 +231,11 @@ def _scale_title(bottom: float, top: float, width: int) -> str:
 
     The right edge is the 95th percentile of the slowest replica.
     """
-    start_text, end_text = (format_duration(bottom, ""), format_duration(top, "")) if top else ("", "")
+    start_text, end_text = format_duration(bottom, ""), format_duration(top, "")
     free_cells = width - len(start_text) - len(end_text)
-    if top and free_cells >= 1:
-        title = next(word for word in (_RANGE_TITLE, "5-95%", "") if len(word) + 2 <= max(free_cells, 2))
-        return start_text + title.center(free_cells) + end_text
-    number = start_text.rstrip("nµms")
-    unit = start_text[len(number) :]
-    if top and end_text.endswith(unit) and len(f"{number}-{end_text}") <= width:
-        return f"{number}-{end_text}".rjust(width)
-    return (_RANGE_TITLE if width >= len(_RANGE_TITLE) else "spread").ljust(width)
+    if not top or free_cells < 1:
+        return "spread".ljust(width)
+    return start_text + (_RANGE_TITLE if free_cells >= len(_RANGE_TITLE) + 2 else "").center(free_cells) + end_text
 
 
 def size_text(sizes: tuple[Size, ...] | None) -> str:

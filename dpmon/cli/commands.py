@@ -13,8 +13,8 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.cli.launch import has_screen, open_json_target
-from dpmon.cli.messages import print_closing_summary, print_message, print_unread_warning
+from dpmon.cli.launch import has_screen, open_json_target, show_screen
+from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.run import proc, retention
 from dpmon.run.lifecycle import is_live, may_be_live_elsewhere, needs_supervisor, run_state
@@ -67,36 +67,22 @@ def attach_to_directory(
             f"{directory.name} is no longer recorded: name its nodes again, as in"
             " dpmon attach --host gpu-1 (dpmon report works without them)"
         )
-    with poll_in_background(ensure_supervisor(directory, node_commands).start_if_needed):
-        return _attach_headless(directory, options)
-
-
-def _attach_headless(directory: Path, options: argparse.Namespace) -> int:
     from dpmon.store.store_opening import open_store
 
-    with open_store(directory):  # raises if the history is damaged, or of another version
-        pass
-    if options.headless or options.json is not None or not has_screen():
+    with poll_in_background(ensure_supervisor(directory, node_commands).start_if_needed):
+        with open_store(directory):  # raises if the history is damaged, or of another version
+            pass
+        reader = RunReader(directory)
+        if not (options.headless or options.json is not None) and has_screen():
+            refresh = options.refresh or options.settings.refresh or reader.info.refresh
+            return show_screen(reader, refresh, options.settings.theme)
         from dpmon.cli.headless import HeadlessRun
 
         json_target = open_json_target(options.json)
-        headless_run = HeadlessRun(RunReader(directory), keep=_LAST_OUTPUT_BYTES, json_target=json_target)
-        if load_exit(directory) is None and json_target != "stderr":
+        headless_run = HeadlessRun(reader, keep=_LAST_OUTPUT_BYTES, json_target=json_target)
+        if reader.exit_info() is None and json_target != "stderr":
             headless_run.print_message("the output of the run follows; Ctrl-C detaches, and training continues")
-        exit_info = headless_run.run_until_end()
-        return print_closing_summary(
-            directory, exit_info, None if json_target == "stderr" else headless_run.print_message
-        )
-    run_info = RunReader(directory).info
-    from dpmon.ui.app import run_screen
-
-    refresh = options.refresh or options.settings.refresh or run_info.refresh
-    had_ended = load_exit(directory) is not None
-    settings = options.settings
-    if run_screen(directory, refresh=refresh, theme=settings.theme, is_playback=had_ended) == "left":
-        print_message(f"training continues; reattach with: dpmon attach {short_name(run_info)}")
-        return 0
-    return print_closing_summary(directory, load_exit(directory), print_message, brief=had_ended)
+        return headless_run.run_until_end()
 
 
 def stop(options: argparse.Namespace) -> int:

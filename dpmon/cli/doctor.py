@@ -1,7 +1,7 @@
 """`dpmon doctor`: checks whether dpmon works here, and prints the reason and the remedy of each problem.
 
-It traces a child process in a temporary directory, with the environment of a run: the child imports torch and calls a
-model twice, and both calls have to be in the record. Meanwhile it samples the devices as a run does.
+It records a run of a script that imports torch and calls a model twice: both calls have to be in the record, and what
+NVML says.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,26 +23,24 @@ from typing import Any, NamedTuple
 
 import dpmon
 from dpmon.errors import HistoryError
-from dpmon.gpu.device_sampler import DeviceSampler
 from dpmon.record.record_types import Call
-from dpmon.run import proc
-from dpmon.run.process_notes import NoteReader
-from dpmon.run.run_directory import RunError, RunInfo, write_info
-from dpmon.run.run_reader import RunReader
+from dpmon.run.activities import nothing_traced_reason
+from dpmon.run.retention import delete_run
+from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_registry import (
     ROOM_BYTES,
     check_place,
     fallback_directories,
+    find_run,
     network_file_system,
     runs_directory,
 )
+from dpmon.run.run_signals import stop_run
 from dpmon.sanitize import sanitize_line
 from dpmon.store.events import read_events
 from dpmon.store.records import resolve_calls
-from dpmon.store.ring_drain import RingDrain
 from dpmon.store.steps import read_called_steps
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.command_process import command_environment
 from dpmon.supervise.command_resolver import CommandError, choose_python
 from dpmon.text.cells import supports_color, text_for_stream
 from dpmon.text.formatting import format_bytes, format_count_with_noun
@@ -52,20 +49,19 @@ OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
 """ok: no problem; warning: dpmon works, with limits; problem: dpmon does not work."""
 _WIDTH, _STATE_CELLS, _NAME_CELLS = 80, 9, 9
 _COLORS = {OK: "32", WARNING: "33", PROBLEM: "31"}
-_CHILD_TIMEOUT_S = 120.0
+_TIMEOUT_S = 120.0
 """Importing torch from a cold network file system is slow."""
-_NVML_TIMEOUT_S = 10.0
 _MAX_CALLS = 100
-"""Most calls to read, although the child makes only two."""
+"""Most calls to read, although the script makes only two."""
 _MIN_TORCH = (2, 4)
-_NO_REPLY_YET = "NVML has not answered yet"
-_CHILD = """\
-import json, sys, torch
+_SCRIPT = """\
+import json, sys, time, torch
 facts = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
 model = torch.nn.Linear(5, 2)
 for _ in range(2):
     model(torch.zeros(3, 5))
 facts["count"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+time.sleep(1)  # until the GPUs were sampled
 print(json.dumps(facts))
 """
 _REMEDIES = (
@@ -74,7 +70,7 @@ _REMEDIES = (
     ("differ in version", "restart the machine"),
     ("permission", "check who may open /dev/nvidiactl and /dev/nvidia0 (groups video, render)"),
     ("nvidia-ml-py", "pip install nvidia-ml-py"),
-    ("not answer", "if nvidia-smi hangs too, the driver is stuck: restart the machine"),
+    ("not answered", "if nvidia-smi hangs too, the driver is stuck: restart the machine"),
 )
 
 
@@ -107,8 +103,8 @@ def doctor(options: argparse.Namespace) -> int:
 
 def _run_checks(python: str | None) -> Iterator[Check]:
     yield Check("dpmon", OK, f"{dpmon.__version__}, with textual {version('textual')}")
-    yield from _run_self_test(python)
     yield _check_state_directory()
+    yield from _run_self_test(python)
 
 
 def _check_lines(check: Check, *, with_color: bool) -> list[str]:
@@ -162,96 +158,81 @@ def _find_problem(runs: Path) -> str | None:
 
 @dataclass
 class _SelfTest:
-    """The results of the child and of the sampler."""
+    """What the script printed, and what is in the record of its run."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     failure: str = ""
     calls: list[Call] = field(default_factory=list)
-    stage: str | None = None
-    warnings: list[str] = field(default_factory=list)
+    untraced_reason: str | None = None
     devices: dict[int, str] = field(default_factory=dict)
-    absent: str | None = _NO_REPLY_YET
+    gpu_absent: str | None = None
 
-    def add_sample(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Add a sample of the host or a GPU; called on a thread of the sampler."""
-        if kind == "device":
-            self.devices[data["index"]] = data["name"] or "GPU without a name"
-        elif kind == "host":
-            self.absent = data["gpu_absent"]
-
-    def run(self, directory: Path, python: str | None) -> None:
-        """Trace the child in `directory`, if there is a Python, and sample the devices."""
-        run_info = RunInfo(
-            id=directory.name, name="doctor", command=(python or "",), script="doctor", cwd="/", python=python,
-            started_unix=time.time(), start_ns=time.monotonic_ns(), boot_id=proc.boot_id(), headless=True,
-            options={"mode": "script"},
-        )  # fmt: skip
-        write_info(directory, run_info)
-        sampler = DeviceSampler(self.add_sample, lambda: None)
-        sampler.start()
-        deadline = time.monotonic() + _NVML_TIMEOUT_S
-        try:
-            if python is not None:
-                self._run_child(python, directory, run_info)
-            while not self.devices and self.absent == _NO_REPLY_YET and time.monotonic() < deadline:
-                time.sleep(0.05)
-        finally:
-            sampler.stop()
-        self._read_record(directory, run_info)
-
-    def _run_child(self, python: str, directory: Path, run_info: RunInfo) -> None:
+    def run(self, python: str) -> None:
+        """Record a run of the script, in the directory of runs that XDG_STATE_HOME names. Raises RunError."""
+        script = Path(os.environ["XDG_STATE_HOME"]) / "doctor.py"
+        script.write_text(_SCRIPT)
+        words = ["--headless", "--mode", "script", "--python", python, str(script)]
         start_s = time.monotonic()
         try:
             done = subprocess.run(
-                [python, "-c", _CHILD],
-                cwd=directory,
-                env=command_environment(run_info, directory, os.environ),
+                [sys.executable, "-m", "dpmon", *words],
+                cwd=script.parent,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=_CHILD_TIMEOUT_S,
+                timeout=_TIMEOUT_S,
             )
-            self.seconds = time.monotonic() - start_s
-            lines = done.stderr.decode("utf-8", "replace").strip().split("\n")
-            self.failure = f"it exited with status {done.returncode}: {lines[-1][:200]}" if done.returncode else ""
-            self.facts = {} if done.returncode else json.loads(done.stdout.strip().split(b"\n")[-1])
         except subprocess.TimeoutExpired:
-            self.failure = f"no answer within {_CHILD_TIMEOUT_S:.0f} s"
-        except OSError as error:
-            self.failure = error.strerror or str(error)
+            self.failure = f"no answer within {_TIMEOUT_S:.0f} s"
+            for _ in stop_run(find_run()):
+                pass
+            return
+        self.seconds = time.monotonic() - start_s
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if not line.startswith(b"dpmon: ")]
+            text = b"".join(lines[-1:]).decode("utf-8", "replace")
+            self.failure = f"it exited with status {done.returncode}: {text[:200]}"
+            return
+        try:
+            self.facts = json.loads(done.stdout.strip().split(b"\n")[-1])
         except ValueError:
             self.failure = "its output contains other text: this Python prints something at startup"
 
-    def _read_record(self, directory: Path, run_info: RunInfo) -> None:
-        drain = RingDrain(directory, run_info)
-        drain.flush(command_ended=True)
-        drain.close()
-        with suppress(HistoryError), open_store(directory) as store:
+    def read_record(self, directory: Path) -> None:
+        """Read the record of the run. Raises HistoryError."""
+        with open_store(directory) as store:
             processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
             steps = [step for process in processes for step in read_called_steps(store, process, _MAX_CALLS)]
             self.calls = [call for step in steps for call in resolve_calls(store, step)]
-            self.warnings = [str(event.data.get("text")) for event in read_events(store, "warning")]
-        self.warnings += [note.text for note in NoteReader(directory / "warnings.log").read_new()]
-        self.stage, _ = RunReader(directory).startup_stage() or (None, 0)
+            warnings = [str(event.data.get("text")) for event in read_events(store, "warning")]
+            for event in read_events(store, "device"):
+                self.devices[event.data["index"]] = event.data["name"] or "GPU without a name"
+            for event in read_events(store, "host"):
+                self.gpu_absent = event.data["gpu_absent"]
+        self.untraced_reason = nothing_traced_reason(directory, load_info(directory), load_exit(directory), warnings)
 
 
 def _run_self_test(python: str | None) -> Iterator[Check]:
-    """Run the test with the Python that would run a script (`python`: the value of --python), and yield its checks."""
-    python_path = None
+    """Record a short run with the Python of a script (`python`: the value of --python), and yield its checks."""
     try:
         python_path = choose_python(python, os.environ)
     except CommandError as error:
         problem, _, remedy = str(error).partition(": ")
         yield Check("Python", PROBLEM, problem, remedy or "choose another with --python")
+        return
     test = _SelfTest()
     try:
         with tempfile.TemporaryDirectory(prefix="dpmon-doctor-") as name:
-            test.run(Path(name), python_path)
-    except (OSError, RunError) as error:
-        yield Check("self-test", PROBLEM, f"no directory for it: {error}", "free some space in the directory of TMPDIR")
+            # The run has neither the user's settings nor a place among the user's runs.
+            os.environ |= {"XDG_STATE_HOME": name, "XDG_CONFIG_HOME": name, "DPMON_METRICS": ""}
+            test.run(python_path)
+            directory = find_run()
+            test.read_record(directory)
+            delete_run(directory, load_info(directory))
+    except (OSError, RunError, HistoryError) as error:
+        yield Check("self-test", PROBLEM, f"no run can be recorded: {error}", "free some space in TMPDIR")
         return
-    if python_path is not None:
-        yield from _check_python(python_path, test)
+    yield from _check_python(python_path, test)
     yield _check_nvml(test)
     if test.facts:
         yield _check_cuda(test)
@@ -273,25 +254,20 @@ def _check_python(python_path: str, test: _SelfTest) -> Iterator[Check]:
 
 def _check_tracing(test: _SelfTest) -> Check:
     if [(call.root, call.rows) for call in test.calls] == [("Linear", 3)] * 2:
-        text = f"a child's calls are in its record ({test.seconds:.1f} s, with the import of torch)"
+        text = f"the calls of a short run are in its record ({test.seconds:.1f} s, with the import of torch)"
         return Check("tracing", OK, text)
-    if test.warnings:
-        remedy = "install a version of dpmon that supports this torch"
-        return Check("tracing", PROBLEM, test.warnings[0], remedy)
-    if test.stage is None:
-        remedy = "PYTHONPATH must reach the child: use neither -I nor -E, nor a wrapper that clears the environment"
-        return Check("tracing", PROBLEM, "dpmon's sitecustomize did not run in the child", remedy)
-    text = f"the child ran ({test.stage}), but its calls are not in the record"
-    return Check("tracing", PROBLEM, text, "report this as a bug, with the output of `pip list`")
+    remedy = (
+        "PYTHONPATH must reach the script: use neither -I nor -E, nor a wrapper that clears the environment;"
+        " else report this as a bug, with the output of `pip list`"
+    )
+    return Check("tracing", PROBLEM, f"nothing was traced: {test.untraced_reason}", remedy)
 
 
 def _check_nvml(test: _SelfTest) -> Check:
     if test.devices:
         names = [f"{index}: {name}" for index, name in sorted(test.devices.items())]
         return Check("NVML", OK, ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else ""))
-    reason = test.absent or "NVML lists no GPU"
-    if reason == _NO_REPLY_YET:
-        reason = f"NVML did not answer within {_NVML_TIMEOUT_S:.0f} s"
+    reason = test.gpu_absent or "NVML lists no GPU"
     remedy = next((text for words, text in _REMEDIES if words in reason), "nvidia-smi may show details")
     return Check("NVML", WARNING, f"no GPU to watch: {reason}", remedy)
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dpmon.cli.messages import format_error
+from dpmon.cli.messages import format_error, print_closing_summary
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import ExitInfo, record_stop_request
 from dpmon.run.run_registry import short_name
@@ -41,30 +41,63 @@ GIVE_UP_S, LAST_S = 4.0, 1.0
 _ESCALATION = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
-class LogCopier:
-    """A copier of one growing log file to one descriptor, byte for byte."""
+class DescriptorWriter:
+    """A writer to stdout or stderr that waits for a slow reader until `gives_up` returns true."""
 
-    def __init__(self, path: Path, fd: int, gives_up: Callable[[], bool] = lambda: False) -> None:
-        self._path = path
-        self._fd = fd
+    def __init__(self, fd: int, gives_up: Callable[[], bool] = lambda: False) -> None:
         with contextlib.suppress(OSError):  # O_NONBLOCK on `fd` itself would also hold for the user's shell
             if os.isatty(fd):
-                self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        self._fd = fd
+        self._poller = select.poll()
+        self._poller.register(fd, select.POLLOUT)
         self._gives_up = gives_up
+        self.is_open = True
+        self.is_at_line_start = True
+        """Whether the next byte begins a line."""
+
+    def write(self, data: bytes) -> int:
+        """Write all of `data`; return how many bytes a slow reader missed. Without a reader, stop writing."""
+        view = memoryview(data)
+        while view and self.is_open:
+            try:
+                if self._poller.poll(IDLE_S * 1000):  # a pipe that is ready takes PIPE_BUF bytes at once
+                    count = os.write(self._fd, view[: select.PIPE_BUF])
+                    self.is_at_line_start, view = view[count - 1] == ord("\n"), view[count:]
+            except BlockingIOError:
+                time.sleep(IDLE_S)
+            except OSError:
+                self.is_open = False
+                return 0
+            if view and self._gives_up():
+                self.is_open = False
+        return len(view)
+
+
+class LogCopier:
+    """A copier of one growing log file, byte for byte."""
+
+    def __init__(self, path: Path, writer: DescriptorWriter, keep: int | None = None) -> None:
+        """Open the log. `keep`: begin this many bytes before its end; None: at its beginning."""
+        self._path = path
+        self.writer = writer
         self.left_bytes = 0
-        """Number of bytes that were not copied, because `gives_up` returned true."""
+        """Number of bytes that were not copied, because the reader did not read them."""
         self._log_fd: int | None = None
-        self._position = 0
         self.gap: str | None = None
         """How much before the current position was not copied; None if nothing, or if it was reported."""
-        self.is_open = True
-        self.last_byte = b"\n"
-        """The last byte written: a newline if the next byte begins a line."""
         self._open_log()
+        self._position = 0
+        if keep is not None:
+            self._position = max(0, self._size - keep)
 
     def _open_log(self) -> None:
         with contextlib.suppress(OSError):
             self._log_fd = open_file(self._path)
+
+    @property
+    def _size(self) -> int:
+        return 0 if self._log_fd is None else os.fstat(self._log_fd).st_size
 
     def copy_chunk(self) -> bool:
         """Copy one chunk of new data. Return whether there was any."""
@@ -79,38 +112,14 @@ class LogCopier:
         start = os.lseek(self._log_fd, self._position, os.SEEK_DATA)
         if start > self._position:
             self.gap = f"{start - self._position:,} bytes"
-            data = b"" if self.last_byte == b"\n" else b"\n"
+            data = b"" if self.writer.is_at_line_start else b"\n"
             self._position = start
         else:
             self._position += len(data)
-        if self.is_open:
-            self.write(data)
+        missed_bytes = self.writer.write(data) if self.writer.is_open else 0
+        if missed_bytes:
+            self.left_bytes = missed_bytes + self._size - self._position
         return True
-
-    def write(self, data: bytes) -> None:
-        """Write all of `data`, unless its reader is slow and `gives_up`; without a reader, stop copying."""
-        view = memoryview(data)
-        poller = select.poll()
-        poller.register(self._fd, select.POLLOUT)
-        while view and self.is_open:
-            try:
-                if poller.poll(IDLE_S * 1000):  # a pipe that is ready takes PIPE_BUF bytes at once
-                    count = os.write(self._fd, view[: select.PIPE_BUF])
-                    self.last_byte, view = bytes(view[count - 1 : count]), view[count:]
-            except BlockingIOError:
-                time.sleep(IDLE_S)
-            except OSError:
-                self.is_open = False
-            if view and self._gives_up():
-                self.is_open = False
-                self.left_bytes = len(view) + (
-                    0 if self._log_fd is None else os.fstat(self._log_fd).st_size - self._position
-                )
-
-    def seek_before_end(self, keep: int) -> None:
-        """Continue `keep` bytes before the current end of the log."""
-        if self._log_fd is not None:
-            self._position = max(0, os.fstat(self._log_fd).st_size - keep)
 
 
 class HeadlessRun:
@@ -131,14 +140,14 @@ class HeadlessRun:
         self._directory = reader.directory
         self._reader = reader
         self._guard: SupervisorGuard | None = None
-        paths = self._reader.output_paths
-        self._streams = [LogCopier(path, fd, self._gives_up) for fd, path in enumerate(paths, start=1)]
-        if keep is not None:
-            for stream in self._streams:
-                stream.seek_before_end(keep)
-        self._stderr_copier = (
-            self._streams[-1] if len(paths) > 1 else LogCopier(self._directory / "none", 2, self._gives_up)
-        )
+        stderr = stdout = DescriptorWriter(2, self._gives_up)
+        if not _same_file(1, 2):
+            stdout = DescriptorWriter(1, self._gives_up)
+        self._stderr = stderr
+        writers = (stdout, stderr)
+        self._copiers = [
+            LogCopier(path, writer, keep) for path, writer in zip(reader.output_paths, writers, strict=False)
+        ]
         self._speaks_json = json_target == "stderr"
         self._json_target = json_target
         self._status_stream: StatusStream | None = None
@@ -158,8 +167,8 @@ class HeadlessRun:
 
         return ProgressReporter(self._reader)
 
-    def run_until_end(self, guard: SupervisorGuard | None = None, early_signals: Sequence[int] = ()) -> ExitInfo | None:
-        """Copy and report until the run has ended; return how it ended, None if unknown.
+    def run_until_end(self, guard: SupervisorGuard | None = None, early_signals: Sequence[int] = ()) -> int:
+        """Copy and report until the run has ended, and print its summary; return its status, 2 if unknown.
 
         `guard` watches the supervisor that this process started; None to follow an existing run. `early_signals`:
         signals received before this call.
@@ -184,10 +193,11 @@ class HeadlessRun:
                     self._drain_output()
                     if self._status_stream is not None:
                         self._report_errors_once("last line of JSON", self._status_stream.write_final, exit_info)
-                    return exit_info
+                    print_line = None if self._speaks_json else self.print_message
+                    return print_closing_summary(self._directory, exit_info, print_line)
                 if self._status_stream is not None:
                     self._report_errors_once("line of JSON", self._status_stream.write_if_due, now)
-            copied = [self._copy_output(stream) for stream in self._streams]
+            copied = [self._copy_output(copier) for copier in self._copiers]
             if now >= status_due:
                 status_due = now + STATUS_S
                 self._report_errors_once("line of progress", self._print_progress)
@@ -225,10 +235,10 @@ class HeadlessRun:
         return exit_info, exit_info is not None
 
     def _drain_output(self) -> None:
-        for stream in self._streams:
-            while stream.is_open and self._copy_output(stream):
+        for copier in self._copiers:
+            while copier.writer.is_open and self._copy_output(copier):
                 pass
-        if left_bytes := sum(stream.left_bytes for stream in self._streams):
+        if left_bytes := sum(copier.left_bytes for copier in self._copiers):
             self.print_message(
                 f"{left_bytes:,} bytes of the script's output were not copied: their reader did not read them"
             )
@@ -240,13 +250,13 @@ class HeadlessRun:
         _, has_ended = self._check_for_end()
         return has_ended
 
-    def _copy_output(self, stream: LogCopier) -> bool:
-        copied = stream.copy_chunk()
-        if stream.gap is not None:
+    def _copy_output(self, copier: LogCopier) -> bool:
+        copied = copier.copy_chunk()
+        if copier.gap is not None:
             self.print_message(
-                f"the disk is full: {stream.gap} of the script's output were deleted before they were copied"
+                f"the disk is full: {copier.gap} of the script's output were deleted before they were copied"
             )
-            stream.gap = None
+            copier.gap = None
         return copied
 
     # ------------------------------------------------------------------------------------------ input, signals
@@ -303,22 +313,15 @@ class HeadlessRun:
             self.print_message(text)
 
     def _write_line(self, line: bytes) -> bool:
-        is_shared = _same_file(1, 2)
-        self._stderr_copier.write((b"" if self._is_at_line_start(is_shared) else b"\n") + line)
-        if is_shared:
-            self._streams[0].last_byte = b"\n"
+        self._stderr.write((b"" if self._stderr.is_at_line_start else b"\n") + line)
         return True
-
-    def _is_at_line_start(self, is_shared: bool) -> bool:
-        """Return whether text written to stderr now begins a line; `is_shared`: stdout is the same file."""
-        return self._stderr_copier.last_byte == b"\n" and (not is_shared or self._streams[0].last_byte == b"\n")
 
     def _print_progress(self) -> None:
         """Print a progress line, unless the script's last line is incomplete (a bar, a prompt)."""
         if self._speaks_json:
             return
         text = self._progress.line()
-        if text and self._is_at_line_start(_same_file(1, 2)):
+        if text and self._stderr.is_at_line_start:
             if not self._has_printed_name:  # the name helps to find the run again if this terminal closes
                 self._has_printed_name = True
                 text = f"{text}  (run {short_name(self._reader.info)})"

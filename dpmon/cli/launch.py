@@ -20,8 +20,7 @@ from dpmon.record.shared_names import hide_secrets
 from dpmon.run import proc
 from dpmon.run.lifecycle import EVENTS_FILE, is_locked, wait_until
 from dpmon.run.output_target import check_replaceable
-from dpmon.run.process_notes import add_note
-from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run, short_name
 from dpmon.run.safe_files import open_file
@@ -33,11 +32,10 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from dpmon.cli.status_stream import NonBlockingLineFile
-    from dpmon.config import Settings
 
 
 REFRESH_S = 1.0
-_MAX_EVENT_WAIT_S = 10.0
+_MAX_EVENT_WAIT_S = _MAX_RECORD_WAIT_S = 10.0
 _MAX_START_S = 30.0
 """How long `--detach` waits for the start of the command, even on a slow disk."""
 
@@ -57,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     json_target = open_json_target(options.json)
     # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
     inherits_stdin = (headless or options.detach) and not os.isatty(0)
-    event_command, problem = _event_command(options.on_event or options.settings.on_event)
+    event_command = options.on_event or options.settings.on_event
     early_signals: list[int] = []
     if headless:
         remember_signals(early_signals)  # an interrupt must not leave a run without a command
@@ -71,25 +69,19 @@ def run(options: argparse.Namespace) -> int:
         options, command, headless, inherits_stdin, metrics_path, has_event_command=event_command is not None
     )
     directory, run_info = create_run(run_info_draft)
-    if problem is not None:
-        print_message(problem)
-        add_note(directory, problem)
     if "elsewhere" in run_info.options:
         print_message(run_info.options["elsewhere"])
-    state_home = os.environ.get("XDG_STATE_HOME", "")
-    if state_home.strip() and not os.path.isabs(state_home):
-        print_message(
-            f"XDG_STATE_HOME={state_home} is ignored because it is not an absolute path;"
-            f" this run is kept in {directory.parent}"
-        )
     keep_child_statuses()
     if not options.detach:
         become_reaper()
     # Before the command starts, because the user may delete its record at any time after that.
     reader = RunReader(directory)
+    headless_run = None
     if headless:
-        _make_logs(reader)
-    headless_run = HeadlessRun(reader, json_target=json_target) if headless else None
+        for path in reader.output_paths:
+            with contextlib.suppress(OSError):  # on a full disk they are created and opened once there is space
+                os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
+        headless_run = HeadlessRun(reader, json_target=json_target)
     secrets = {
         f"{SECRET_PREFIX}{index}": word for index, word in enumerate(command.argv) if word != run_info.command[index]
     }
@@ -100,21 +92,15 @@ def run(options: argparse.Namespace) -> int:
     if options.detach:
         return _wait_for_detached_start(directory, run_info, supervisor)
     guard = SupervisorGuard(reader, supervisor)
-    if headless_run is not None:
-        exit_info = headless_run.run_until_end(guard, early_signals)
-        status = print_closing_summary(
-            directory, exit_info, None if json_target == "stderr" else headless_run.print_message
-        )
-        _wait_for_events(directory, run_info)
-        return status
-    return _show_screen(guard, directory, run_info.refresh, options.settings)
-
-
-def _make_logs(reader: RunReader) -> None:
-    """Create the files of the command's output before the command uses them."""
-    for path in reader.output_paths:
-        with contextlib.suppress(OSError):  # on a full disk they are created and opened once there is space
-            os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
+    if headless_run is None:
+        # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
+        with poll_in_background(guard.poll):
+            return show_screen(reader, run_info.refresh, options.settings.theme, guard)
+    status = headless_run.run_until_end(guard, early_signals)
+    if run_info.options.get("on_event"):
+        # In a container or a batch job, all processes end with this one, also the last command for an event.
+        wait_until(lambda: not is_locked(directory, EVENTS_FILE), _MAX_EVENT_WAIT_S)
+    return status
 
 
 def _open_standard_descriptors() -> None:
@@ -171,23 +157,6 @@ def _draft_run_info(
     )
 
 
-def _event_command(command: tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, str | None]:
-    """Return the command for events with the full path of its program, and the reason if it cannot be started."""
-    if command is None:
-        return None, None
-    name, *arguments = command
-    program = shutil.which(name)
-    if program is None:
-        return None, f"event command disabled: {name} was not found or is not executable"
-    return (os.path.abspath(program), *arguments), None
-
-
-def _wait_for_events(directory: Path, run_info: RunInfo) -> None:
-    """Wait briefly for the last event: in a container or a batch job, all processes end with this one."""
-    if run_info.options.get("on_event"):
-        wait_until(lambda: not is_locked(directory, EVENTS_FILE), _MAX_EVENT_WAIT_S)
-
-
 def _wait_for_detached_start(directory: Path, run_info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
     """Wait for the start of the command and print how to reattach; RunError if it could not start."""
 
@@ -231,31 +200,33 @@ def resolve_metrics_path(target: str | None) -> str | None:
     return path
 
 
-def _show_screen(guard: SupervisorGuard, directory: Path, refresh: float, settings: Settings) -> int:
-    with poll_in_background(guard.poll):
-        # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
-        try:
-            from dpmon.ui.app import run_screen
+def show_screen(reader: RunReader, refresh: float, theme: str | None, guard: SupervisorGuard | None = None) -> int:
+    """Show the run on a screen until the user leaves or it ends; return its exit status, 0 if it continues.
 
-            result = run_screen(
-                directory,
-                refresh=refresh,
-                theme=settings.theme,
-                known_exit=lambda: guard.outcome,
-            )
-        except KeyboardInterrupt:  # pressed before the screen could read the keyboard
-            result = "left"
-        if result == "left":
-            print_message(f"training continues; reattach with: dpmon attach {short_name(guard.info)}")
-            return 0
-        exit_info = _wait_for_exit_record(guard)
-    return print_closing_summary(directory, exit_info, print_message)
+    `guard` watches the supervisor that this process started; None for an existing run, which is played back if it has
+    ended.
+    """
+    directory = reader.directory
+    had_ended = guard is None and load_exit(directory) is not None
+    try:
+        from dpmon.ui.app import run_screen
 
-
-def _wait_for_exit_record(guard: SupervisorGuard) -> ExitInfo | None:
-    """Return how the run ended; None if it is not recorded within ten seconds after the screen saw the end."""
-    wait_until(lambda: guard.exit_info() is not None, 10.0)
-    return guard.exit_info()
+        result = run_screen(
+            directory,
+            refresh=refresh,
+            theme=theme,
+            known_exit=lambda: None if guard is None else guard.outcome,
+        )
+    except KeyboardInterrupt:  # pressed before the screen could read the keyboard
+        result = "left"
+    if result == "left":
+        print_message(f"training continues; reattach with: dpmon attach {short_name(reader.info)}")
+        return 0
+    exit_info = load_exit(directory)
+    if guard is not None:  # the screen may see the end before it is recorded
+        wait_until(lambda: guard.exit_info() is not None, _MAX_RECORD_WAIT_S)
+        exit_info = guard.exit_info()
+    return print_closing_summary(directory, exit_info, print_message, brief=had_ended)
 
 
 if sys.platform != "linux":  # dpmon relies on /proc, pidfd and prctl

@@ -61,7 +61,4 @@ def entry() -> None:
         sys.stdout = None
         print(f"dpmon: the output cannot be written: {error.strerror}", file=sys.stderr)
         status = 2
-    nvml = sys.modules.get("dpmon.gpu.nvml")  # doctor may have loaded it, and a call to the driver may be in flight
-    if nvml is not None:
-        nvml.exit_past_nvml(status)
     sys.exit(status)

@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any, NoReturn
 
 import dpmon
@@ -16,7 +15,6 @@ from dpmon.stalls.run_state import STATES
 
 MULTI_NODE_COMMANDS = ("attach", "ls")
 """Commands that accept several hosts."""
-MAX_REPLICAS = 4096
 WAIT_STATES = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")
 """The values of `status --wait`: states, and ways to end."""
 
@@ -25,7 +23,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon [OPTIONS] -m MODULE [ARGS...]     run a module
        dpmon [OPTIONS] COMMAND [ARGS...]       any launcher: torchrun, accelerate, python -u
        dpmon attach [RUN] [--host HOST ...]    show a live or finished run again, on one node or several
-       dpmon status [RUN] [--json]             check the health of a run: exit status 0 while it is fine
+       dpmon status [RUN] [--json]             check the health of a run
        dpmon why [RUN] [--json]                show where each rank is and what the others wait for
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
@@ -42,36 +40,31 @@ The exit status is the script's own, 128+N for a signal; 2 for a wrong command l
 """
 
 
-_DESCRIPTIONS = {
+def usage_lines() -> list[tuple[str, str]]:
+    """Return each form of the command line with its description."""
+    lines = (re.split(" {2,}", line.strip(), maxsplit=1) for line in _USAGE.splitlines())
+    return [(form, description) for form, description in lines]
+
+
+_COMMAND_USAGE = {form.split()[1]: description for form, description in usage_lines() if form.split()[1].isalpha()}
+_DETAILS = {
     "attach": (
-        "Show a live or finished run again. Without RUN: the newest live run, else the newest one."
-        " With --host and similar options: the runs of one job on several nodes, as one run."
+        "Without RUN: the newest live run, else the newest one. With --host and similar options: the runs of one job on"
+        " several nodes, as one run."
     ),
     "status": (
-        "Check the health of a run. Exit status: 0 fine, 3 not training (also after a run that ended well),"
-        " 4 no such run, 5 stalled, 6 failed."
+        "Exit status: 0 fine, 3 not training (also after a run that ended well), 4 no such run, 5 stalled, 6 failed."
     ),
-    "why": (
-        "Show where each rank is and what the others wait for. Without RUN: the newest live run."
-        " Exit status: 0, or 4 if there is no such run."
-    ),
-    "ls": "List the runs, the newest last.",
-    "stop": "Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.",
-    "report": "Summarize a run, live or finished. Without RUN: the newest one.",
+    "why": "Without RUN: the newest live run. Exit status: 0, or 4 if there is no such run.",
     "compare": (
-        "Show what differs between runs, and how their metrics changed. Several runs per side: A1 A2 A3 -- B1 B2 B3."
-        " Exit status with a threshold: 0 not slower, 4 slower, 3 inconclusive."
+        "Several runs per side: A1 A2 A3 -- B1 B2 B3. Exit status with a threshold: 0 not slower, 4 slower,"
+        " 3 inconclusive."
     ),
-    "export": "Write the records of a run, live or finished. Without RUN: the newest one.",
-    "try": (
-        "Run a script several times for some steps: unchanged, and with one change, such as preloaded batches."
-        " Show the effect of each change."
-    ),
-    "doctor": "Check whether dpmon works here, with a remedy for each problem.",
-    "keep": "Protect a run from automatic deletion. Without RUN: the newest one.",
-    "rm": "Delete finished runs that are not protected by `dpmon keep`.",
+    "try": "The runs alternate: unchanged, and with one change, such as preloaded batches.",
+    "rm": "Only finished runs that are not protected by `dpmon keep`.",
 }
-COMMANDS = ("run", *_DESCRIPTIONS)
+"""What the help of a command adds to its line of usage."""
+COMMANDS = ("run", *_COMMAND_USAGE)
 
 
 class UsageError(DpmonError):
@@ -80,7 +73,6 @@ class UsageError(DpmonError):
 
 _JSON_HELP = "one JSON object, for programs"
 _METRICS_HELP = "write metrics for Prometheus to FILE (node_exporter's textfile format)"
-_HOST_OPTIONS = ("--host", "--hosts", "--slurm", "--via")
 
 
 class _OptionParser(argparse.ArgumentParser):
@@ -88,11 +80,6 @@ class _OptionParser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word, *_ = unknown.split()
-            name, _, _ = word.partition("=")
-            if name in _HOST_OPTIONS:
-                raise UsageError(
-                    f"{word} works with attach and ls only; give other commands the run that attach created"
-                )
             raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is not expected here")
         raise UsageError(message.removeprefix("argument "))
 
@@ -109,33 +96,27 @@ def _setting_validator(name: str) -> Callable[[str], object]:
     return check
 
 
-_parse_batch_dim, _parse_seconds = _setting_validator("batch_dim"), _setting_validator("refresh")
+_parse_batch_dim, _parse_seconds, _parse_command = map(_setting_validator, ("batch_dim", "refresh", "on_event"))
 
 
-def _value_parser(
-    expected: str, pattern: str, convert: Callable[[str], Any] = str, minimum: float = 0, maximum: float = inf
-) -> Callable[[str], object]:
-    """Return a function that checks an option's value and converts the first group of `pattern`.
-
-    A number must lie between `minimum` and `maximum`. ArgumentTypeError if the value is wrong.
-    """
+def _value_parser(expected: str, pattern: str, convert: Callable[[str], Any] = str) -> Callable[[str], object]:
+    """Return a function that checks an option's value and converts the first group of `pattern`."""
 
     def check(text: str) -> object:
         match = re.fullmatch(pattern, text)
-        value = None if match is None else convert(match[1])
-        if value is None or (not isinstance(value, str) and not minimum <= value <= maximum):
+        if match is None:
             raise argparse.ArgumentTypeError(f"expected {expected}, not {text!r}")
-        return value
+        return convert(match[1])
 
     return check
 
 
-_parse_replicas = _value_parser(f"a number from 1 to {MAX_REPLICAS}", r"([0-9]{1,9})", int, 1, MAX_REPLICAS)
-_parse_count = _value_parser("a positive integer", r"([0-9]{1,9})", int, 1)
+_parse_replicas = _value_parser("a number from 1 to 9999", r"([1-9][0-9]{0,3})", int)
+_parse_count = _value_parser("a positive integer", r"([1-9][0-9]{0,8})", int)
 _parse_offset = _value_parser("a non-negative integer", r"([0-9]{1,15})", int)
 _parse_timeout = _value_parser("a number of seconds", r"([0-9]{1,9}(?:\.[0-9]{0,9})?)", float)
 _parse_percent = _value_parser(
-    "a percentage such as 5%", r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", lambda text: float(text) / 100, 1e-8, 5
+    "a percentage such as 5%", r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", lambda text: float(text) / 100
 )
 _parse_trial = _value_parser(
     "cached-batches, single, one-rank or threads-N", r"(cached-batches|single|one-rank|threads-[1-9]\d{0,3})"
@@ -184,57 +165,37 @@ def run_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--version", action="version", version=f"dpmon {dpmon.__version__}")
     _add_program_options(parser)
-    add(
-        "--mode",
-        choices=("auto", "script", "dp", "single"),
-        default="auto",
-        help="initial mode; script: leave the computation exactly as written; auto: follow the script and the options",
-    )
-    add(
-        "--batch-dim",
-        type=_parse_batch_dim,
-        metavar="N",
-        help="the batch's dimension in a model's first input (default: 0)",
-    )
+    mode_help = "initial mode; script: leave the computation as written; auto: follow the script and the options"
+    add("--mode", choices=("auto", "script", "dp", "single"), default="auto", help=mode_help)
+    add("--batch-dim", type=_parse_batch_dim, metavar="N", help="the batch's dimension in the first input (default: 0)")
     add("--no-loss", dest="loss", action="store_false", help="do not read the losses of the training")
     add("--headless", action="store_true", help="no screen (the default without a terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="=FILE",
-        help="without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)",
-    )
+    json_help = "without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)"
+    add("--json", nargs="?", const="-", metavar="=FILE", help=json_help)
     add("--metrics", metavar="FILE", help=_METRICS_HELP)
-    add(
-        "--on-event",
-        type=_setting_validator("on_event"),
-        metavar="COMMAND",
-        help="start COMMAND for each event of the run",
-    )
+    add("--on-event", type=_parse_command, metavar="COMMAND", help="start COMMAND for each event of the run")
     add("--refresh", type=_parse_seconds, metavar="SECONDS", help="seconds between updates of the screen (default: 1)")
     add("--name", type=_parse_run_name, help="the run's name (default: the script's)")
     return parser
 
 
+def _command_parser(command: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the description of a command and no option."""
+    usage_text = _COMMAND_USAGE[command]
+    description = f"{usage_text[0].upper()}{usage_text[1:]}. {_DETAILS.get(command, '')}".rstrip()
+    return _OptionParser(prog=f"dpmon {command}", usage=usage, description=description, allow_abbrev=False)
+
+
 def try_parser() -> argparse.ArgumentParser:
     """Return the parser of the options of `try`, before the script's name."""
-    parser = _OptionParser(
-        prog="dpmon try", usage="dpmon try [OPTIONS] SCRIPT.py [ARGS...]", description=_DESCRIPTIONS["try"],
-        allow_abbrev=False
-    )  # fmt: skip
+    parser = _command_parser("try", usage="dpmon try [OPTIONS] SCRIPT.py [ARGS...]")
     _add_program_options(parser)
     add = parser.add_argument
     add("--steps", type=_parse_count, default=200, metavar="N", help="end each run after N steps (default: 200)")
     add("--rounds", type=_parse_count, default=3, metavar="N", help="runs of each trial (default: 3)")
-    add(
-        "--only",
-        action="append",
-        type=_parse_trial,
-        metavar="TRIAL",
-        help="only this trial: cached-batches, single, one-rank, threads-N",
-    )
+    only_help = "only this trial: cached-batches, single, one-rank, threads-N"
+    add("--only", action="append", type=_parse_trial, metavar="TRIAL", help=only_help)
     add("--timeout", type=_parse_timeout, default=600.0, metavar="SECONDS", help="longest run (default: 600)")
     add("--json", action="store_true", help=_JSON_HELP)
     return parser
@@ -244,7 +205,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of the words after one of COMMANDS."""
     if command == "try":
         return try_parser()
-    parser = _OptionParser(prog=f"dpmon {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
+    parser = _command_parser(command)
     add = parser.add_argument
     if command == "rm":
         add("runs", metavar="RUN", nargs="+", help="an id, the unique start of an id, or a name that only one run has")
@@ -254,7 +215,8 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         # Without a RUN, attach shows a live one.
         default = None if command in ("attach", "status", "why") else "last"
         run_options = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
-        add("run", metavar="RUN", help="a name, an id, the unique start of either, or `last`", **run_options)
+        last = "`last` (the default)" if default == "last" and command != "stop" else "`last`"
+        add("run", metavar="RUN", help=f"a name, an id, the unique start of either, or {last}", **run_options)
     if command == "attach":
         add("--refresh", type=_parse_seconds, metavar="SECONDS", help="seconds between updates of the screen")
         add("--headless", action="store_true", help="follow the run without a screen")
@@ -280,18 +242,10 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     if command == "keep":
         add("--not", dest="kept", action="store_false", help="end the protection")
     if command == "compare":
-        add(
-            "--fail-if-slower",
-            type=_parse_percent,
-            metavar="PERCENT",
-            help="exit with 4 if step time grew by more than this, such as 5%%",
-        )
-        add(
-            "--phase",
-            type=_parse_phase,
-            action="append",
-            help="apply --fail-if-slower to this phase instead (repeatable)",
-        )
+        gate_help = "exit with 4 if step time grew by more than this, such as 5%%"
+        phase_help = "apply --fail-if-slower to this phase instead (repeatable)"
+        add("--fail-if-slower", type=_parse_percent, metavar="PERCENT", help=gate_help)
+        add("--phase", type=_parse_phase, action="append", help=phase_help)
         add("--json", action="store_true", help=_JSON_HELP)
         add("-o", "--output", metavar="FILE", help="output file (default: standard output)")
     if command == "report":
@@ -307,14 +261,8 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--kind", choices=tuple(RECORDS), help="only this kind of record (jsonl and csv)")
         add("-o", "--output", metavar="FILE", help="output file (default: standard output); for csv, a directory")
         add("--follow", action="store_true", help="write the rows of the history as they arrive, until the run ends")
-        add(
-            "--from",
-            dest="start",
-            type=_parse_offset,
-            default=0,
-            metavar="OFFSET",
-            help="with --follow: only later rows",
-        )
+        offset_help = "with --follow: only later rows"
+        add("--from", dest="start", type=_parse_offset, default=0, metavar="OFFSET", help=offset_help)
         add("--rollups", action="store_true", help="with --follow: about one step per second, for a mirror of the run")
     return parser
 
@@ -322,12 +270,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
 def names_remote_hosts(options: argparse.Namespace) -> bool:
     """Return whether the options name other hosts."""
     return any(getattr(options, name, None) is not None for name in ("host", "hosts", "slurm", "via"))
-
-
-def usage_lines() -> list[tuple[str, str]]:
-    """Return each form of the command line with its description."""
-    lines = (re.split(" {2,}", line.strip(), maxsplit=1) for line in _USAGE.splitlines())
-    return [(form, description) for form, description in lines]
 
 
 def options_with_value(parser: argparse.ArgumentParser) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.cli.messages import print_message, print_unread_warning
-from dpmon.cli.status_stream import status_members
+from dpmon.cli.status_stream import status_members, step_line
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.recorded_stalls import final_stall
@@ -32,12 +32,8 @@ from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import (
     UNKNOWN,
     format_bytes_of_total,
-    format_compact,
-    format_count,
-    format_count_with_noun,
     format_duration,
     format_percent,
-    format_updates,
 )
 
 SCHEMA = 1
@@ -150,15 +146,7 @@ def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
         stall = members["stall"]
         lines.append(f"ended in a stall of {format_duration(stall['lasted_s'] * 1e9)}: {stall['text']}")
     if members["step"] is not None:
-        rates = [f"{format_compact(members[name])} {unit}" for name, unit in _RATES if members[name] is not None]
-        mode = f"{members['mode'] or ''}{' (virtual)' if members['virtual'] else ''}"
-        if members["processes"] > 1:
-            mode = f"{members['processes']} processes"
-            mode += f" on {format_count_with_noun(len(members['nodes']), 'node')}" if "nodes" in members else ""
-        reason = "" if is_halted else members["absent"].get("steps_per_s") or ""
-        step = f"step {format_count(members['step'])}{format_updates(members['steps'], members['updates'], ' · ')}"
-        texts = (step, members["progress"]["text"], mode, *(rates or [reason]))
-        lines.append("  ".join(text for text in texts if text))
+        lines.append(step_line(members))
     troubled = [node for node in members.get("nodes", ()) if node["trouble"]]
     lines += [f"{node['name']} {node['trouble']}" for node in troubled[:MAX_FINDINGS]]
     if len(troubled) > MAX_FINDINGS:
@@ -187,6 +175,3 @@ def _node_suffix(members: dict[str, Any]) -> str:
     """Return " of gpu-1", the node of the shown process and GPUs, if the run has several nodes; else an empty text."""
     ranks = members.get("ranks", ()) if "nodes" in members else ()
     return next((f" of {rank['node']}" for rank in ranks if rank["process"] == members["process"] and rank["node"]), "")
-
-
-_RATES = (("steps_per_s", "steps/s"), ("samples_per_s", "samples/s"))

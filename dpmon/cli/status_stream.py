@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.epoch_progress import NO_STEP, format_progress, without_time
+from dpmon.model.epoch_progress import NO_STEP, without_time
 from dpmon.model.nodes import NodeStatus
 from dpmon.model.run_snapshot import Process, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
@@ -33,13 +34,14 @@ from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
 from dpmon.run.run_reader import RunReader
 from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
-from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
+from dpmon.store.step_stats import Rate, StepStats, quantities_to_json, rate_to_json
 from dpmon.store.store_opening import open_store
 from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import (
     format_calls_so_far,
     format_compact,
     format_count,
+    format_count_with_noun,
     format_rate_note,
     format_updates,
 )
@@ -144,9 +146,9 @@ class StatusStream:
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
 
-def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now_ns: int) -> dict[str, object]:
+def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now_ns: int) -> dict[str, Any]:
     """Return the members of a status line that describe the run; `now_ns`: the time, in ns since the run's start."""
-    members: dict[str, object] = {"run": reader.info.id, "t_s": round(now_ns / 1e9, 3)}
+    members: dict[str, Any] = {"run": reader.info.id, "t_s": round(now_ns / 1e9, 3)}
     members["state"], members["health"] = health.state, health.fields()
     process = snapshot.representative
     progress_members, absent = _progress_members(process, snapshot, now_ns, _since_ns(reader, process))
@@ -284,28 +286,29 @@ class ProgressReporter:
             snapshot = self._snapshot_builder.build(store, SnapshotRequest(), ended_processes(activities))
         process, now_ns = snapshot.representative, time.monotonic_ns() - self._reader.info.start_ns
         step = None if process is None else process.last_step
-        if process is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
-            return assess_live_run(self._reader, snapshot, now_ns).sentence(now_ns / 1e9)
+        health = assess_live_run(self._reader, snapshot, now_ns)
+        if step is None or step.start_ns + step.wall_ns <= self._last_ns:
+            return health.sentence(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
-        return self._format_step_line(snapshot, process)
+        line = step_line(status_members(self._reader, snapshot, health, now_ns))
+        return line if snapshot.straggler is None else f"{line}  {short_sentence(snapshot.straggler)}"
 
-    def _format_step_line(self, snapshot: RunSnapshot, process: Process) -> str:
-        progress_text = format_progress(process.progress)
-        parts = [f"step {format_count(process.step_number)}{format_updates(*process.trained, ' · ')}"]
-        parts += [progress_text] if progress_text else []
-        if (count := len(snapshot.training_processes)) > 1:
-            parts.append(f"{count} processes")
-        now_ns = time.monotonic_ns() - self._reader.info.start_ns
-        throughput = throughput_of(process, snapshot, now_ns, _since_ns(self._reader, process))
-        if throughput.rate is None:
-            parts.append(throughput.reason or "")
-        else:
-            parts.append(f"{format_compact(throughput.rate.steps_per_s)} steps/s")
-            if throughput.rate.samples_per_s is not None:
-                parts.append(f"{format_compact(throughput.rate.samples_per_s)} samples/s")
-            parts[-1] += format_rate_note(throughput.rate)
-        has_ranks = (process.info.world or 0) > 1
-        if process.mode and not (has_ranks and process.mode == "single"):
-            parts.append(process.mode + (" (virtual)" if process.virtual and process.mode == "dp" else ""))
-        straggler = snapshot.straggler
-        return "  ".join(parts if straggler is None else [*parts, short_sentence(straggler)])
+
+def step_line(members: dict[str, Any]) -> str:
+    """Return the step, progress, rates and mode of a run with steps, from the members of its status."""
+    texts = [f"step {format_count(members['step'])}{format_updates(members['steps'], members['updates'], ' · ')}"]
+    texts.append(members["progress"]["text"])
+    if members["processes"] > 1:
+        nodes = f" on {format_count_with_noun(len(members['nodes']), 'node')}" if "nodes" in members else ""
+        texts.append(f"{members['processes']} processes{nodes}")
+    if members["steps_per_s"] is None:
+        texts.append(members["absent"].get("steps_per_s"))
+    else:
+        rate = Rate(*(members[name] for name in _RATES))
+        texts.append(f"{format_compact(rate.steps_per_s)} steps/s")
+        texts += [] if rate.samples_per_s is None else [f"{format_compact(rate.samples_per_s)} samples/s"]
+        texts[-1] += format_rate_note(rate)
+    if members["rank"] is None or members["mode"] == "dp":
+        is_virtual = members["virtual"] and members["mode"] == "dp"
+        texts.append(f"{members['mode'] or ''}{' (virtual)' if is_virtual else ''}")
+    return "  ".join(filter(None, texts))

@@ -15,7 +15,17 @@ from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.stragglers import straggler_sentence
-from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
+from dpmon.record.schema import (
+    EVALUATION,
+    PHASES,
+    REST,
+    SECOND,
+    STEP,
+    STEP_KINDS,
+    STEP_PHASES,
+    device_series,
+    step_kind,
+)
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.activity_times import read_times
 from dpmon.store.tally import SeriesStats, Tally
@@ -132,8 +142,6 @@ class ComparedRun:
     """The rank that the others wait for, in a sentence."""
     ranks: int = 1
     """How many ranks share a step, seen or not."""
-    trains: bool = True
-    """Whether its steps train; if it never trains, they are its most frequent kind of steps."""
     unread_warning: str | None = None
     """See `Store.unread_warning`."""
 
@@ -216,7 +224,6 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         values={**_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, main_mode)},
         straggler=sentence,
         ranks=_world_size(run),
-        trains=run.window.main_kind == TRAINING,
         unread_warning=run.store.unread_warning,
     )
 
@@ -314,6 +321,7 @@ def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_batch: Counter[in
     if run.host is not None and run.host.machines > 1:
         cores_text = f"{cores_text} on one of {run.host.machines} nodes"
     return {
+        "kind of steps": STEP_KINDS[run.window.main_kind].replace("_", " "),
         "mode": RANK_MODES[distributed] if distributed and mode == "single" else mode,
         "ranks": str(world) if seen_ranks >= world else f"{seen_ranks} of {world}",
         "devices": None if first_change is None else " ".join(first_change.devices),

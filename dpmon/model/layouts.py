@@ -49,6 +49,16 @@ class StageSizes(NamedTuple):
         return f"{parts}: {format_sizes(self.inputs, self.outputs, 'not finished')}"
 
     @property
+    def host_ns(self) -> float | None:
+        """The median time on the host."""
+        return self.time.median
+
+    @property
+    def device_ns(self) -> float | None:
+        """The median time on the device."""
+        return self.on_device.median
+
+    @property
     def device_calls(self) -> int:
         """Number of calls with a known device time."""
         return self.on_device.count
@@ -105,6 +115,16 @@ class ReplicaStats:
         (inputs, outputs), *others = self.sizes_by_calls
         more = f" (+{len(others)} other size{'s' if len(others) > 1 else ''})" if others else ""
         return format_sizes(inputs, outputs) + more
+
+    @property
+    def host_ns(self) -> float | None:
+        """The median time on the host."""
+        return self.time.median
+
+    @property
+    def device_ns(self) -> float | None:
+        """The median time on the device."""
+        return self.on_device.median
 
     @property
     def device_calls(self) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -151,8 +150,6 @@ def _incomparable_reason(runs: Sequence[ComparedRun], wholes: Sequence[Tally]) -
     for run, whole in zip(runs, wholes, strict=True):
         if run.main_batch is None:
             return f"{run.name} has no step to compare"
-        if not run.trains and any(other.trains for other in runs):
-            return f"the steps of {run.name} have no backward pass, the others do"
         if whole.steps < MIN_STEPS:
             steps = format_count_with_noun(whole.steps, "step")
             return f"{run.name} has only {steps} to compare, fewer than {MIN_STEPS}"
@@ -182,16 +179,10 @@ def _compare_metric(
     change = estimate_change(before, after, ratio, in_order=parts is not None, is_exact=metric.fraction is None)
     missing = None
     if change.low is None:
-        counts, noun = f"{len(before)} vs. {len(after)}", "runs" if parts is None else f"parts of {part_s} s"
+        values_text = f"{'runs' if parts is None else f'parts of {part_s} s'} ({len(before)} vs. {len(after)})"
+        missing = f"too few {values_text}"
         if change.least is not None:
-            missing = f"{counts} {noun} have no 95% interval"
-        elif parts is not None:
-            missing = f"the runs are too short: {counts} {noun}"
-        elif len(before) == len(after) == 1:
-            missing = "one value per side has no interval"
-        else:
-            orders = comb(len(before) + len(after), len(before))
-            missing = f"too few {noun} ({counts}): 1 ordering in {orders} separates the sides by chance"
+            missing += " for a 95% interval"
     return ComparedMetric(metric, sides, change, missing)
 
 
@@ -323,19 +314,20 @@ def judge_metric(comparison: RunComparison, name: str, limit: float) -> Judgment
         elif most is not None and most < 1 + limit:
             outcome = "not slower"
         else:
-            text += f"; {_gate_hint(comparison, row, limit)}"
+            hint = row.missing if least is None else "more or longer runs would narrow this"
+            text += f"; {_quiet_judgment(comparison, name, limit) or hint}"
     label = next(metric.label.strip() for metric in STEP_METRICS if metric.name == name)
     unit = " per sample" if comparison.per_sample else ""
     return Judgment(name, limit, outcome, f"{outcome} ({label}{unit}, limit {format_change(1 + limit)}): {text}")
 
 
-def _gate_hint(comparison: RunComparison, row: ComparedMetric, limit: float) -> str:
-    """Return what would decide the inconclusive metric in `row`."""
-    for name in QUIET_METRICS if row.figure.name == STEP else ():
-        judgment = judge_metric(comparison, name, limit)
+def _quiet_judgment(comparison: RunComparison, name: str, limit: float) -> str | None:
+    """Return what a metric of QUIET_METRICS says if the step time is inconclusive; None if nothing."""
+    for quiet_name in QUIET_METRICS if name == STEP else ():
+        judgment = judge_metric(comparison, quiet_name, limit)
         if judgment.outcome != "inconclusive":
-            return f"{judgment.text}; --phase {name} makes this the gate"
-    return row.missing or "more or longer runs would narrow this"
+            return f"{judgment.text}; --phase {quiet_name} makes this the gate"
+    return None
 
 
 def exit_status_of(judgments: Sequence[Judgment]) -> int:

@@ -56,7 +56,7 @@ class TextHistogram(NamedTuple):
 
 
 class PlotSeries(NamedTuple):
-    """The values of one color, each with start, end and value. Bars in rows start and end at their row.
+    """The values of one color, each with start, end and value.
 
     `cells` are a row over time whose color is stronger for a larger value, from 0 to 1.
     """
@@ -64,7 +64,7 @@ class PlotSeries(NamedTuple):
     name: str
     color: str
     points: Sequence[tuple[float, float, float]]
-    kind: Literal["line", "steps", "dots", "bars", "whisker", "cells"]
+    kind: Literal["line", "steps", "dots", "bars", "cells"]
     """`line` joins all values. `steps` has gaps where values are missing. `bars` are stacked on earlier series."""
 
 
@@ -91,8 +91,7 @@ class Plot(NamedTuple):
     unit: str
     rows: Sequence[str] = ()
     """The names of the rows, if the plot has rows."""
-    time_span: TimeSpan | None = None
-    """The time axis; None: derived from the values."""
+    time_span: TimeSpan = TimeSpan(0.0, 1.0)
     axis_end: float | None = None
     """The end of the value axis; None: derived from the values."""
 

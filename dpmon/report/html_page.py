@@ -27,18 +27,17 @@ from dpmon.report.document import (
 from dpmon.sanitize import sanitize_line
 from dpmon.text.formatting import format_elapsed, format_percent, format_short_elapsed, format_three_digits
 
-WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
+WIDTH, HEIGHT = 960.0, 300.0
 _LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 70.0, 14.0, 16.0, 42.0
 _CELL_ROW, _MARK_ROW, _MEAN_WIDTH, _LETTER_WIDTH = 16.0, 16.0, 46.0, 6.5
 """The height of a row of cells and of the labels of marks, the width of a row's mean, and about that of a letter."""
 _MIN_OPACITY = 0.2
 _MAX_TOOLTIPS = 2000
 """Most tooltips on the lines of a plot: with more values, only every second, third, ... value has one."""
-_TYPICAL_QUANTILE, _CUT_RATIO, _MIN_VALUES, _MIN_ROW_VALUES = 0.95, 4.0, 4, 10
+_TYPICAL_QUANTILE, _CUT_RATIO, _MIN_VALUES = 0.95, 4.0, 4
 """An axis ends at 1.5 times the quantile _TYPICAL_QUANTILE of its values if the largest value is more than _CUT_RATIO
 times this quantile: one long step, such as an interrupted one, must not flatten the rest. This needs _MIN_VALUES values
-(the mean and the longest step of two time buckets). A plot with rows needs _MIN_ROW_VALUES, because it must show one
-slow rank among a few."""
+(the mean and the longest step of two time buckets)."""
 _MAX_TICKS = 6
 _TIME_TITLE = "time since the run's start"
 _TICK_STEPS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
@@ -171,42 +170,28 @@ class _Canvas:
     def __init__(self, plot: Plot) -> None:
         self.plot = plot
         self.has_cells = any(series.kind == "cells" for series in plot.series)
-        self.is_horizontal = bool(plot.rows) and not self.has_cells
-        self.marks = () if plot.time_span is None else plot.time_span.marks
+        self.start_s, self.end_s, self.marks = plot.time_span
         self.top = _TOP_MARGIN + (_MARK_ROW if self.marks else 0.0)
-        self.left = _LEFT_MARGIN
-        if self.is_horizontal:
-            self.left = min(_LEFT_MARGIN + _LETTER_WIDTH * max(map(len, plot.rows)), WIDTH / 3)
-        rows = (_CELL_ROW if self.has_cells else ROW) * len(plot.rows)
-        self.height = self.top + _BOTTOM_MARGIN + rows if plot.rows else HEIGHT
-        self.width = WIDTH - self.left - (_MEAN_WIDTH if self.has_cells else _RIGHT_MARGIN)
+        self.height = self.top + _BOTTOM_MARGIN + _CELL_ROW * len(plot.rows) if plot.rows else HEIGHT
+        self.width = WIDTH - _LEFT_MARGIN - (_MEAN_WIDTH if self.has_cells else _RIGHT_MARGIN)
         values = list(_values_to_cover(plot))
         self.largest = max(values, default=0.0)
         typical = sorted(values)[int(_TYPICAL_QUANTILE * (len(values) - 1))] if values else 0.0
-        has_enough_values = len(values) >= (_MIN_ROW_VALUES if plot.rows else _MIN_VALUES)
         has_outlier = typical > 0 and self.largest > _CUT_RATIO * typical
-        self.is_cut = plot.axis_end is None and has_enough_values and has_outlier
+        self.is_cut = plot.axis_end is None and len(values) >= _MIN_VALUES and has_outlier
         lowest = min([0.0, *values])
         highest = 1.5 * typical if self.is_cut else self.largest
         self.tick_step, self.axis_top = _choose_scale(plot.axis_end or max(highest, -lowest))
         self.axis_low = math.floor(lowest / self.tick_step) * self.tick_step
-        xs = [x for series in plot.series for start, end, _ in series.points for x in (start, end)]
-        self.start_s, self.end_s = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
-        if plot.time_span is not None and plot.time_span.start_s < plot.time_span.end_s:
-            self.start_s, self.end_s = plot.time_span.start_s, plot.time_span.end_s
 
     def render(self) -> str:
         """Return the SVG element."""
         size = f'viewBox="0 0 {WIDTH:g} {self.height:g}" width="100%" role="img"'
-        area = f'x="{self.left:g}" y="{self.top:g}" width="{self.width:g}" height="{self._plot_height:g}"'
+        area = f'x="{_LEFT_MARGIN:g}" y="{self.top:g}" width="{self.width:g}" height="{self._plot_height:g}"'
         name = f"area-{self.plot.name}"
-        marks = labels = ""
-        if self.is_horizontal:
-            rows, axes = self._horizontal_bars(), self._horizontal_axis()
-        else:
-            rows = self._rows_of_cells() if self.has_cells else self._vertical_series()
-            axes = chain(self._value_axis(), self._time_axis())
-            marks, labels = map("".join, zip(("", ""), *self._render_marks(), strict=True))
+        rows = self._rows_of_cells() if self.has_cells else self._series()
+        axes = chain(self._value_axis(), self._time_axis())
+        marks, labels = map("".join, zip(("", ""), *self._render_marks(), strict=True))
         return (
             f'<svg {size} aria-label="{escape_html(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
             f'{"".join(axes)}<g clip-path="url(#{name})">{"".join(rows)}{marks}</g>{labels}{self._cut_note()}</svg>'
@@ -225,7 +210,7 @@ class _Canvas:
 
     def _to_x(self, x: float) -> float:
         span = self.end_s - self.start_s
-        return self.left + (x - self.start_s) / span * self.width if span else self.left
+        return _LEFT_MARGIN + (x - self.start_s) / span * self.width if span else _LEFT_MARGIN
 
     def _to_y(self, y: float) -> float:
         part = (y - self.axis_low) / (self.axis_top - self.axis_low)
@@ -235,42 +220,27 @@ class _Canvas:
         first, last = round(self.axis_low / self.tick_step), round(self.axis_top / self.tick_step)
         return [number * self.tick_step for number in range(first, last + 1)]
 
-    def _row_names(self, row_height: float) -> Iterator[str]:
-        """Yield the names of the rows."""
-        for row, name in enumerate(self.plot.rows):
-            position = f'x="{self.left - 6:g}" y="{self.top + (row + 0.5) * row_height + 4:g}" text-anchor="end"'
-            yield f"<text {position}>{escape_html(name)}</text>"
-
-    def _horizontal_axis(self) -> Iterator[str]:
-        bottom = self.height - _BOTTOM_MARGIN
-        for value in self._tick_values():
-            x_px = self.left + value / self.axis_top * self.width
-            yield f'<path class=grid d="M{x_px:.1f} {self.top}V{bottom}"/>'
-            yield f'<text x="{x_px:.1f}" y="{bottom + 15:g}" text-anchor="middle">{format_three_digits(value)}</text>'
-        yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{escape_html(self.plot.unit)}</text>'
-        yield from self._row_names(ROW)
-
     def _value_axis(self) -> Iterator[str]:
         if self.has_cells:
-            yield from self._row_names(_CELL_ROW)
             for row, series in enumerate(self.plot.series):
                 length = sum(end - start for start, end, _ in series.points)
-                mean = sum((end - start) * share for start, end, share in series.points) / length if length else 0.0
-                position = f'x="{WIDTH}" y="{self.top + (row + 0.5) * _CELL_ROW + 4:g}" text-anchor="end"'
-                yield f"<text {position}>{format_percent(mean)}</text>"
+                mean = sum((end - start) * share for start, end, share in series.points) / max(length, 1)
+                position = f'y="{self.top + (row + 0.5) * _CELL_ROW + 4:g}" text-anchor="end"'
+                yield f'<text x="{_LEFT_MARGIN - 6:g}" {position}>{escape_html(series.name)}</text>'
+                yield f'<text x="{WIDTH}" {position}>{format_percent(mean)}</text>'
             return
         for value in self._tick_values():
             y_px = self._to_y(value)
-            yield f'<path class=grid d="M{self.left} {y_px:.1f}H{WIDTH - _RIGHT_MARGIN}"/>'
+            yield f'<path class=grid d="M{_LEFT_MARGIN} {y_px:.1f}H{WIDTH - _RIGHT_MARGIN}"/>'
             text = format_three_digits(value)
-            yield f'<text x="{self.left - 6:g}" y="{y_px + 4:.1f}" text-anchor="end">{text}</text>'
+            yield f'<text x="{_LEFT_MARGIN - 6:g}" y="{y_px + 4:.1f}" text-anchor="end">{text}</text>'
         middle = (self.height - _BOTTOM_MARGIN + self.top) / 2
         unit = escape_html(self.plot.unit)
         yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
 
     def _time_axis(self) -> Iterator[str]:
         bottom, range_s = self.height - _BOTTOM_MARGIN, self.end_s - self.start_s
-        position = f'x="{self.left + self.width / 2:g}" y="{self.height - 6:g}"'
+        position = f'x="{_LEFT_MARGIN + self.width / 2:g}" y="{self.height - 6:g}"'
         yield f'<text {position} text-anchor="middle">{_TIME_TITLE}</text>'
         days = math.ceil(range_s / _MAX_TICKS / _TICK_STEPS_S[-1]) * _TICK_STEPS_S[-1]
         step = next((step for step in _TICK_STEPS_S if step * _MAX_TICKS >= range_s), days)
@@ -282,7 +252,7 @@ class _Canvas:
 
     def _render_marks(self) -> Iterator[tuple[str, str]]:
         """Yield each mark on the time axis, and its label above the plot unless it would overlap another one."""
-        bottom, used_ranges = self.height - _BOTTOM_MARGIN, [(-math.inf, self.left - 5)]
+        bottom, used_ranges = self.height - _BOTTOM_MARGIN, [(-math.inf, _LEFT_MARGIN - 5)]
 
         def label(x: float, text: str) -> str:
             end = x + len(text) * _LETTER_WIDTH
@@ -314,7 +284,7 @@ class _Canvas:
                 yield f"<rect {position} {color}><title>{text}</title></rect>"
             yield "</g>"
 
-    def _vertical_series(self) -> Iterator[str]:
+    def _series(self) -> Iterator[str]:
         """Yield lines, dots, and bars that are stacked in the order of the series."""
         stack_tops: dict[float, float] = {}
         point_count = sum(len(series.points) for series in self.plot.series if series.kind != "bars")
@@ -334,19 +304,6 @@ class _Canvas:
                 attributes = 'r="2" opacity=".4"' if is_dots else 'r="3" opacity="0"'
                 title = f"{escape_html(series.name)}: {format_three_digits(y)} at {x:g} s"
                 yield f'<circle {position} fill="{series.color}" {attributes}><title>{title}</title></circle>'
-
-    def _horizontal_bars(self) -> Iterator[str]:
-        """Yield a row of stacked bars for each name; a whisker begins at the axis."""
-        ends: dict[float, float] = {}
-        for series in self.plot.series:
-            for row, _, y in series.points:
-                top, bar_width = _TOP_MARGIN + row * ROW + 5, y / self.axis_top * self.width
-                if series.kind == "whisker":
-                    yield f'<path class=grid d="M{self.left:.1f} {top + 12:.1f}H{self.left + bar_width:.1f}"/>'
-                else:
-                    x = self.left + ends.get(row, 0.0) / self.axis_top * self.width
-                    yield self._bar_rect(x, top, bar_width, ROW - 10, series, y)
-                    ends[row] = ends.get(row, 0.0) + y
 
     def _bar_rect(self, x: float, y: float, width: float, height: float, series: PlotSeries, value: float) -> str:
         if not value:

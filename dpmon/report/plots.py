@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -22,7 +22,6 @@ _COLORS = {phase.name: LIGHT.by_phase[phase.display_name] for phase in PHASES}
 _MODE_COLORS = {"dp": LIGHT.dp, "single": LIGHT.single}
 _PHASE_ORDER = tuple(phase.name for phase in PHASES)
 _LINE_COLORS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#999999")
-_WAIT_COLOR = "#bbbbbb"
 _MAX_DEVICES = 16
 _MAX_RANKS = 64
 _MAX_MARKS = 100
@@ -35,9 +34,7 @@ def build_plots(run: RunAnalysis) -> list[Plot]:
     time_span = _time_span(run)
     time_plots = [_step_time_plot(run), _loss_plot(run), _throughput_plot(run), _parts_plot(run), _rank_wait_plot(run)]
     time_plots += [_device_plot(run, "use"), _device_plot(run, "memory")]
-    other_plots = [_mode_parts_plot(run), _replica_plot(run), _rank_plot(run)]
-    plots = [plot._replace(time_span=time_span) for plot in time_plots if plot is not None]
-    return [*plots, *(plot for plot in other_plots if plot is not None)]
+    return [plot._replace(time_span=time_span) for plot in time_plots if plot is not None]
 
 
 def _time_span(run: RunAnalysis) -> TimeSpan:
@@ -172,55 +169,6 @@ def _parts_plot(run: RunAnalysis) -> Plot | None:
     note = f"mean of all steps of an interval{suffix}, over intervals of {_bin_width_text(run)}"
     series = _part_series(places, list(bins_by_end.values()))
     return Plot("phases", "Where step time goes", note, series, "ms per step")
-
-
-def _mode_parts_plot(run: RunAnalysis) -> Plot | None:
-    modes = _bins_by_mode(run)
-    if not modes:
-        return None
-    note = f"mean over all steps of a mode{sentences.rank_suffix_of_run(run)}"
-    series = _part_series([(row, row) for row in range(len(modes))], [bins for _, _, bins in modes])
-    return Plot("modes", "The step by mode", note, series, "ms per step (mean)", [title for title, _, _ in modes])
-
-
-def _bars_per_row(
-    name: str, color: str, times_ns: Iterable[float | None], kind: Literal["bars", "whisker"]
-) -> PlotSeries:
-    points = [(row, row, round((time_ns or 0.0) / 1e6, 6)) for row, time_ns in enumerate(times_ns)]
-    return PlotSeries(name, color, points, kind)
-
-
-def _replica_plot(run: RunAnalysis) -> Plot | None:
-    replicas = [replica for replica in run.replicas if replica.mode == "dp" and replica.time.count][:_MAX_RANKS]
-    if len(replicas) < 2:
-        return None
-    on_device = all(replica.on_device.count for replica in replicas)
-    medians = [(replica.on_device if on_device else replica.time).median for replica in replicas]
-    series = [_bars_per_row("on device" if on_device else "on the host", _COLORS["parallel_apply"], medians, "bars")]
-    if not on_device:
-        p95s = [replica.time.quantile(0.95) for replica in replicas]
-        series.append(_bars_per_row("", _COLORS["parallel_apply"], p95s, "whisker"))
-    note = "median of device times" if on_device else "median of host times, with a whisker up to the 95th percentile"
-    labels = [f"{replica.root} {replica.replica} {replica.device}" for replica in replicas]
-    return Plot("replicas", "Forward of the replicas", note, series, "ms", labels)
-
-
-def _rank_plot(run: RunAnalysis) -> Plot | None:
-    ranks = [rank for rank in slowest_first(run.ranks, _MAX_RANKS) if rank.times is not None and rank.times.step_ns]
-    if len(ranks) < 2:
-        return None
-    ranks, omitted_note = ranks[:_MAX_RANKS], _omitted_ranks_note(ranks)
-    times = [rank.times for rank in ranks if rank.times is not None]
-    series = [
-        _bars_per_row(name, _COLORS[name], [rank_times.phases.get(name) for rank_times in times], "bars")
-        for name in ("data", "copy", "forward", "backward", "optimizer", "other")
-        if any(rank_times.phases.get(name) for rank_times in times)
-    ]
-    series.append(_bars_per_row("exposed", _COLORS["sync"], [rank_times.exposed_ns for rank_times in times], "bars"))
-    series.append(_bars_per_row("wait", _WAIT_COLOR, [rank_times.wait_ns for rank_times in times], "bars"))
-    labels = [f"rank {rank.rank}" for rank in ranks]
-    note = f"mean step of each rank: the others wait for the rank with the shortest wait{omitted_note}"
-    return Plot("ranks", "Where step time of each rank goes", note, series, f"ms per {times[0].unit} (mean)", labels)
 
 
 def _rank_wait_plot(run: RunAnalysis) -> Plot | None:

@@ -50,7 +50,7 @@ def build_document(report: ReportData) -> Document:
     """Build the document of a report, without empty sections."""
     run, name = report.run, short_name(report.run_info)
     plots = {plot.name: [plot] for plot in build_plots(run)}
-    step_plots = [plot for name in ("step-time", "speed", "phases", "modes") for plot in plots.get(name, ())]
+    step_plots = [plot for name in ("step-time", "speed", "phases") for plot in plots.get(name, ())]
     comparison = run.mode_comparison
     time_sentences = sentences.time_by_activity_sentences(run, run.time_by_activity, has_ended=report.has_ended)
     comparison_sentences = [] if comparison is None else sentences.mode_comparison_sentences(comparison)
@@ -61,9 +61,9 @@ def build_document(report: ReportData) -> Document:
         Section("Time", _paragraphs(time_sentences)),
         Section("Steps", [*_step_parts(run), *step_plots]),
         *(Section("Phases", _phase_parts(run, stats), _phases_subtitle(stats)) for stats in _stats_of_modes(run)),
-        Section("Ranks", [*_rank_tables(run), *plots.get("waits", ()), *plots.get("ranks", ())]),
+        Section("Ranks", [*_rank_tables(run), *plots.get("waits", ())]),
         Section("Ranks", _rank_time_tables(run), ": where step time goes"),
-        Section("Replicas" if has_replicas else "Calls", [*_replica_tables(run), *plots.get("replicas", ())]),
+        Section("Replicas" if has_replicas else "Calls", _replica_tables(run)),
         Section("Stages", _stage_parts(run), " (parts of the model on several devices)"),
         Section("Memory", _memory_parts(run), " as torch counts it"),
         Section("Epochs", _epoch_parts(run), process_suffix(run.progress.process, run)),
@@ -143,10 +143,18 @@ def _step_parts(run: RunAnalysis) -> list[Part]:
 
 
 def _epoch_parts(run: RunAnalysis) -> list[Part]:
-    """Return a table with a row for each of the newest epochs of the representative process; empty without epochs."""
-    omitted_count = len(run.progress.epochs) - MAX_EPOCHS
-    notes = [f"{format_count(omitted_count)} older epochs: --json has them"] if omitted_count > 0 else []
-    return [*_table(tables.EPOCHS, run.progress.epochs[-MAX_EPOCHS:]), *_paragraphs(notes, is_note=True)]
+    """Return a table with a row for each epoch of the representative process, without the middle ones of many."""
+    parts: list[Part] = []
+    for table in _table(tables.EPOCHS, run.progress.epochs):
+        omitted_count = len(table.rows) - MAX_EPOCHS
+        if omitted_count > 0:
+            gap = ["…", *[""] * (len(table.headers) - 1)]
+            rows = [*table.rows[: MAX_EPOCHS // 2], gap, *table.rows[-MAX_EPOCHS // 2 :]]
+            note = f"{format_count(omitted_count)} epochs omitted; --json has them all"
+            parts += [table._replace(rows=rows), Paragraph(note, is_note=True)]
+        else:
+            parts.append(table)
+    return parts
 
 
 def _loss_parts(run: RunAnalysis) -> list[Part]:

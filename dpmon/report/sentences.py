@@ -10,10 +10,9 @@ from dpmon.model.findings.finding_evidence import process_suffix
 from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.model.mode_stats import ModeStats
-from dpmon.model.pauses import PauseTotals
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import ModeChange, ProcessInfo
+from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData
@@ -32,9 +31,7 @@ from dpmon.text.formatting import (
 _MAX_GAPS = 3
 _MIN_SHOWN_NS = 5_000_000
 """Shorter times would read "0.00 s"."""
-_MAX_ROOTS = 8
-_MAX_START_MODES = 4
-_NO_END = "without a recorded end"
+_MAX_DEVICES = 8
 
 MAX_STALLS = 5
 """How many of the newest stalls the report shows."""
@@ -106,36 +103,36 @@ def processes_and_modes(run: RunAnalysis) -> str:
     for stats in run.modes:
         name = RANK_MODES[stats.distributed] if stats.distributed else stats.mode
         modes[name] += run.window.step_counts(stats.kind, stats.mode)[0]
-    several_modes = len(+modes) > 1
+    has_several_modes = len(+modes) > 1
     steps_text = format_count_with_noun(run.steps, "step") + format_updates(*run.window.step_counts(TRAINING))
     other_kinds = {stats.kind: stats.other_kind for stats in run.other_modes}
     kinds = [f"{run.window.step_counts(kind)[0]:,} {word}" for kind, word in other_kinds.items()]
     counts_text = f"{' + '.join([steps_text, *kinds])}, {format_count_with_noun(run.calls, 'call')}"
     counts_text += " total" if process_count > 1 else ""
-    if several_modes:
+    if has_several_modes:
         counts_text += f" ({', '.join(f'{steps:,} in {name}' for name, steps in modes.items() if steps)})"
     processes_text = f"{process_count} training processes"
     if process_count <= 1:
         processes_text = "one training process" if process_count else "no training process"
-    groups: dict[str, list[str]] = {}
+    prefix = "started as " if has_several_modes else ""
+    return "; ".join([f"{processes_text}, {counts_text}", *(prefix + text for text in _initial_modes(run))])
+
+
+def _initial_modes(run: RunAnalysis) -> list[str]:
+    """Return each mode at the start with its devices and its reason."""
+    distributed = run.layouts.distributed
+    devices_by_mode: dict[tuple[str, str], dict[str, None]] = {}
     for change in run.announced.changes:
         if change.requested_by == "start" and change.refused is None and change.mode:
-            groups.setdefault(_initial_mode_text(change, run.layouts.distributed), []).append(change.root or "?")
-    has_several_groups = len(groups) > 1
-    prefix = "started as " if several_modes else ""
-    texts = [
-        f"{prefix}{text}: {', '.join(dict.fromkeys(roots[:_MAX_ROOTS]))}" if has_several_groups else f"{prefix}{text}"
-        for text, roots in list(groups.items())[:_MAX_START_MODES]
-    ]
-    return "; ".join([f"{processes_text}, {counts_text}", *texts])
-
-
-def _initial_mode_text(change: ModeChange, distributed: str | None) -> str:
-    devices = " ".join(change.devices[:8]) + (" ..." if len(change.devices) > 8 else "")
-    virtual = "virtual replicas " if change.virtual and change.mode == "dp" else ""
-    reason = f" ({change.reason})" if change.reason else ""
-    mode = RANK_MODES[distributed] if distributed and change.mode == "single" else change.mode
-    return f"{mode} on {virtual}{devices or 'devices unknown'}{reason}"
+            mode = RANK_MODES[distributed] if distributed and change.mode == "single" else change.mode
+            virtual = "virtual replicas " if change.virtual and mode == "dp" else ""
+            key = f"{mode} on {virtual}", f" ({change.reason})" if change.reason else ""
+            devices_by_mode.setdefault(key, {}).update(dict.fromkeys(change.devices))
+    texts = []
+    for (mode_text, reason_text), devices in devices_by_mode.items():
+        names = [*devices][:_MAX_DEVICES] + (["..."] if len(devices) > _MAX_DEVICES else [])
+        texts.append(f"{mode_text}{' '.join(names) or 'devices unknown'}{reason_text}")
+    return texts
 
 
 def input_wait_sentence(inputs: Sequence[tuple[int | None, int, int]]) -> str:
@@ -151,30 +148,24 @@ def input_wait_sentence(inputs: Sequence[tuple[int | None, int, int]]) -> str:
 
 def pause_sentence(report: ReportData) -> str | None:
     """Return the number and time of pauses, and where that time counts; None without pauses."""
-    totals = report.run.pause_totals
+    totals, alone_ns = report.run.pause_totals, report.run.paused_alone_ns
     if not totals.times:
         return None
-    accounting_text = "not counted in any step, phase or metric"
-    if report.run.paused_alone_ns:
-        accounting_text = (
-            f"not counted in any step or phase; for {format_long_duration(report.run.paused_alone_ns)} of it"
-            " another process was not paused, and device metrics include that part"
-        )
-    return f"{pause_count_text(totals, report.has_ended)}: {accounting_text}"
-
-
-def pause_count_text(totals: PauseTotals, has_ended: bool) -> str:
-    """Return the number and time of pauses. `has_ended`: whether the run has ended."""
-    count_text = "once" if totals.times == 1 else f"{totals.times:,} times"
     has_several = totals.times > 1
-    parts = []
+    parts = [f"paused {totals.times:,} times" if has_several else "paused once"]
     if totals.ns:
         parts.append(f"for {format_long_duration(totals.ns)}{' total' if has_several else ''}")
     if totals.unended:
-        parts.append(f"{totals.unended:,} of them without a recorded end" if has_several else _NO_END)
+        parts.append(f"{f'{totals.unended:,} of them ' if has_several else ''}without a recorded end")
     if totals.on:
-        parts.append("and was paused when it ended" if has_ended else "and is paused now")
-    return f"paused {', '.join([count_text, *parts])}"
+        parts.append("and was paused when it ended" if report.has_ended else "and is paused now")
+    accounting_text = "not counted in any step, phase or metric"
+    if alone_ns:
+        accounting_text = (
+            f"not counted in any step or phase; for {format_long_duration(alone_ns)} of it another process was not"
+            " paused, and device metrics include that part"
+        )
+    return f"{', '.join(parts)}: {accounting_text}"
 
 
 ACTIVITY_NAMES = {

@@ -6,13 +6,14 @@ A new column here is shown in all of them. A fact comes from dpmon.model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dpmon.record.schema import EXPOSED, WAIT
-from dpmon.text.fact_table import BYTES, COUNT, LONG_DURATION, NUMBER, SHARE, TEXT, FactColumn, FactTable, Form
+from dpmon.text.fact_table import BYTES, COUNT, LONG_DURATION, NUMBER, SHARE, TEXT, FactColumn, FactTable, Form, ms
 from dpmon.text.formatting import (
     format_bytes_of_total,
     format_count,
+    format_duration,
     format_elapsed,
     format_loss,
     format_percent,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _ON_DEVICE, _FLOW = "on device", "received -> returned"
 _DEVICE_MS = "device_median_ms"
 _RATE = Form(format_samples_per_s)
+_WAIT = Form(lambda ns: format_duration(ns) if ns else "0", ms)
 _LOSS = Form(format_loss)
 _CLOCK = Form(format_elapsed)
 
@@ -98,20 +100,37 @@ PHASES: FactTable[PhaseStats] = FactTable(
         FactColumn(_ON_DEVICE, lambda phase: phase.device_ns, member=_DEVICE_MS, short="device", is_optional=True),
     ),
 )
+
+
+class _Part(Protocol):
+    """A replica or a stage, over a run or in the last calls."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def host_ns(self) -> float | None: ...
+    @property
+    def device_ns(self) -> float | None: ...
+
+
+_DEVICE: FactColumn[_Part] = FactColumn("device", lambda part: part.device, TEXT)
+_HOST_TIME: FactColumn[_Part] = FactColumn("host time", lambda part: part.host_ns, member="median_ms")
+_DEVICE_TIME: FactColumn[_Part] = FactColumn(
+    _ON_DEVICE,
+    lambda part: part.device_ns,
+    member=_DEVICE_MS,
+    why=lambda part: getattr(part, "untimed", None),
+    is_optional=True,
+)
+PART_TIMES: FactTable[_Part] = FactTable(_DEVICE, (_DEVICE, _HOST_TIME, _DEVICE_TIME))
 REPLICAS: FactTable[ReplicaStats] = FactTable(
     FactColumn("", lambda replica: replica.label, TEXT),
     (
-        FactColumn("device", lambda replica: replica.device, TEXT),
+        _DEVICE,
         FactColumn("calls", lambda replica: replica.calls, COUNT),
-        FactColumn("median", lambda replica: replica.time.median, member="median_ms"),
+        _HOST_TIME,
         FactColumn("p95", lambda replica: replica.time.quantile(0.95), member="p95_ms"),
-        FactColumn(
-            _ON_DEVICE,
-            lambda replica: replica.on_device.median,
-            member=_DEVICE_MS,
-            why=lambda replica: replica.untimed,
-            is_optional=True,
-        ),
+        _DEVICE_TIME,
         FactColumn(_FLOW, lambda replica: replica.flow, TEXT),
     ),
     ("mode", "root", "replica", "device", "virtual", "calls", "rows", "device_calls"),
@@ -119,16 +138,10 @@ REPLICAS: FactTable[ReplicaStats] = FactTable(
 STAGES: FactTable[StageSizes] = FactTable(
     FactColumn("", lambda stage: f"{stage.root} {stage.stage}", TEXT),
     (
-        FactColumn("device", lambda stage: stage.device, TEXT),
+        _DEVICE,
         FactColumn("calls", lambda stage: stage.calls, COUNT),
-        FactColumn("host time", lambda stage: stage.time.median, member="median_ms"),
-        FactColumn(
-            _ON_DEVICE,
-            lambda stage: stage.on_device.median,
-            member=_DEVICE_MS,
-            why=lambda stage: stage.untimed,
-            is_optional=True,
-        ),
+        _HOST_TIME,
+        _DEVICE_TIME,
         FactColumn(f"parts: {_FLOW}", lambda stage: stage.flow, TEXT),
     ),
     ("root", "stage", "device", "parts", "inputs", "outputs", "calls", "device_calls"),
@@ -164,8 +177,8 @@ RANK_TIMES: FactTable[RankTimes] = FactTable(
         FactColumn("data", _phase("data"), member="data_ms"),
         FactColumn("forward", _phase("forward"), member="forward_ms", short="forw"),
         FactColumn("backward", _phase("backward"), member="backward_ms", short="back"),
-        FactColumn(EXPOSED, lambda rank: rank.exposed_ns, member="exposed_ms", short="expos"),
-        FactColumn(WAIT, lambda rank: rank.wait_ns, member="wait_ms"),
+        FactColumn(EXPOSED, lambda rank: rank.exposed_ns, _WAIT, "exposed_ms", short="expos"),
+        FactColumn(WAIT, lambda rank: rank.wait_ns, _WAIT, "wait_ms"),
         FactColumn(
             "slowest in", lambda rank: rank.slowest / rank.joined if rank.joined else None, SHARE, on_screen=False
         ),

@@ -138,12 +138,6 @@ def _drain(directory: Path, run_info: RunInfo) -> None:
         os.close(lock_fd)
 
 
-def commit_stamp(directory: Path, run_info: RunInfo) -> object:
-    """Return a stamp that changes with every commit; None if no supervisor is writing."""
-    files = database_file_stamps(directory / HISTORY_FILE) if _is_written(directory, run_info) else None
-    return files and [(file.st_mtime_ns, file.st_size) for file in files]
-
-
 def _is_written(directory: Path, run_info: RunInfo) -> bool:
     """Return whether a supervisor writes the history."""
     write_times = (file.st_mtime for file in database_file_stamps(directory / HISTORY_FILE))

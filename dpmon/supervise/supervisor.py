@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import select
-import shutil
 import signal
 import time
 import traceback
@@ -99,8 +98,7 @@ class Supervisor:
         self._metrics_file = os.path.abspath(metrics_file) if metrics_file else None
         self._has_event_command = False
         with contextlib.suppress(ConfigError):
-            command = load_settings(os.environ).on_event
-            self._has_event_command = command is not None and shutil.which(command[0]) is not None
+            self._has_event_command = load_settings(os.environ).on_event is not None
 
     def run(self, lock_fd: int) -> None:
         """Start the command and supervise it until its end. `lock_fd`: holds the run's lock."""

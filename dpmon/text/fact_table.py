@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_count, format_duration, format_long_duration
 from dpmon.text.formatting import format_percent as format_share
 
-Row = TypeVar("Row")
+Row = TypeVar("Row", contravariant=True)
 
 _SECONDS = {
     "t_ns": "t_s",

@@ -46,13 +46,11 @@ def run_screen(
     *,
     refresh: float = 1.0,
     theme: str | None = None,
-    is_playback: bool = False,
     known_exit: Callable[[], ExitInfo | None] = lambda: None,
 ) -> str:
     """Show the run in `directory` until the user leaves. Return why the screen closed.
 
-    `theme`: a name from `dpmon.config`. `is_playback`: the run has ended, and is played back. `known_exit`
-    returns how the run ended, if the caller knows it without a file.
+    `theme`: a name from `dpmon.config`. `known_exit` returns how the run ended, if the caller knows it without a file.
 
     The result is "left" if the training continues, "ended" if the run has ended, "stopped" if the user stopped the run
     and it has ended. Raises ScreenClosed, a SystemExit with the status, if the user did not close the screen, and
@@ -71,7 +69,6 @@ def run_screen(
         style,
         refresh=refresh,
         open_reader=lambda: RunReader(directory, known_exit=known_exit),
-        is_playback=is_playback,
     )
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)

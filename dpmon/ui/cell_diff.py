@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise, repeat
+from itertools import pairwise
 
 from rich.color import Color, ColorSystem
 from rich.style import Style
 
-from dpmon.text.cells import char_width
-from dpmon.ui.styled_rows import Row, merge_spans, row_width
+from dpmon.ui.styled_rows import Row, merge_spans, row_cells, row_width
 
 _MIN_GAP_CELLS = 8
 """Equal cells between two changes that are not sent again; a move takes about as many bytes."""
@@ -45,8 +44,8 @@ def encode_changes(before: Sequence[Row], after: Sequence[Row], codes: Callable[
             continue
         pairs = enumerate(zip(old, new, strict=False))
         shared = next((index for index, (old_span, new_span) in pairs if old_span != new_span), 0)
-        first_column, new_cells = row_width(new[:shared]), _cells(new[shared:])
-        for start, end in _changed_runs(_cells(old[shared:]), new_cells):
+        first_column, new_cells = row_width(new[:shared]), row_cells(new[shared:])
+        for start, end in _changed_runs(row_cells(old[shared:]), new_cells):
             x = first_column + start
             pieces.append(f"\x1b[{x - cursor_x}C" if y == cursor_y else f"\x1b[{y + 1};{x + 1}H")
             changed = merge_spans(new_cells[start:end])
@@ -63,27 +62,6 @@ def encode_changes(before: Sequence[Row], after: Sequence[Row], codes: Callable[
 @lru_cache(maxsize=1024)
 def _switch_style(before: StyleCodes, after: StyleCodes) -> str:
     return f"\x1b[{';'.join(new for old, new in zip(before, after, strict=True) if new != old)}m"
-
-
-def _cells(row: Row) -> Row:
-    """Return a cell for each column: a character with its marks; the right half of a wide one is empty.
-
-    No span begins with a mark.
-    """
-    cells: Row = []
-    for text, style in row:
-        widths = list(map(char_width, text))
-        if widths.count(1) == len(widths):
-            cells += zip(text, repeat(style))
-            continue
-        for char, width in zip(text, widths, strict=True):
-            if width:
-                cells.append((char, style))
-                cells += [("", style)] * (width - 1)
-            else:
-                last = -1 if cells[-1][0] else -2
-                cells[last] = (cells[last][0] + char, cells[last][1])
-    return cells
 
 
 def _changed_runs(old: Row, new: Row) -> Iterator[tuple[int, int]]:

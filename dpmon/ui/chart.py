@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import groupby
 
 from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
@@ -50,11 +52,7 @@ def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> 
 
 def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
     """Return the first `width` values as blocks on a scale up to 100, from the left; unknown values are dots."""
-    levels = len(glyphs.blocks) - 1
-    text = ""
-    for value in values[: max(width, 0)]:
-        text += glyphs.middot if value is None else glyphs.blocks[_fill_level(value, 100.0, levels)]
-    return text.ljust(width)
+    return filled_area(values, width, 1, 100.0, replace(glyphs, braille=False))[0]
 
 
 def _fill_level(value: float, top: float, levels: int) -> int:
@@ -130,11 +128,7 @@ def round_up_nice(value: float) -> float:
     """Return the next round number that is at least `value`, so that a scale stays the same while values change."""
     if value <= 0:
         return 1.0
-    scale = 1.0
-    while value > scale * 10:
-        scale *= 10
-    while value <= scale:
-        scale /= 10
+    scale = 10.0 ** math.floor(math.log10(value))
     return next(n * scale for n in _ROUND_NUMBERS if value <= n * scale * 1.000001)
 
 
@@ -152,14 +146,15 @@ def scale_top(columns: Sequence[Column]) -> float:
     return round_up_nice(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 
 
-class _PhasePart(NamedTuple):
-    """The part of a cell that belongs to one phase."""
+def largest_parts(eighths: Sequence[str]) -> tuple[str, str, int]:
+    """Return the two largest parts of a cell in order, and how many eighths of the two belong to the first one.
 
-    eighths: float
-    """Its height in eighths of the cell."""
-    position: int
-    """The position of the phase in PHASES; phases are stacked in this order."""
-    phase: str
+    `eighths`: the phase of each eighth. If there is only one part, it is returned twice.
+    """
+    parts = [(phase, len(list(same))) for phase, same in groupby(eighths)]
+    largest = sorted(range(len(parts)), key=lambda index: -parts[index][1])[:2]
+    (first, first_size), (second, second_size) = parts[min(largest)], parts[max(largest)]
+    return first, second, min(max(round(8 * first_size / (first_size + second_size)), 1), 7)
 
 
 @lru_cache(maxsize=4096)
@@ -171,28 +166,21 @@ def _phase_column(
     `phases`: sums over `count` steps (ns), stacked in this order. `cut_top`: the sign of a column that is too high.
     """
     scale = height * 8 / top / max(count, 1)
-    edges = [0.0]
-    for duration_ns in phases:
-        edges.append(edges[-1] + duration_ns * scale)
-    total = edges[-1]
-    cells: list[Span] = []
-    for row in range(height):
-        row_base = row * 8
-        parts = []
-        for index, name in enumerate(PHASES):
-            eighths = min(edges[index + 1], row_base + 8) - max(edges[index], row_base)
-            if eighths > 0:
-                parts.append(_PhasePart(eighths, index, name))
-        cells.append(_phase_cell(parts, mono))
-    if not cells:
-        return ()
-    _, top_style = cells[-1]
-    if total > height * 8 + 1 and top_style:
-        lower_style, _, _ = top_style.partition("/")
-        cells[-1] = (cut_top, lower_style)
+    eighths = [""] * (height * 8)
+    total = 0.0
+    for name, duration_ns in zip(PHASES, phases, strict=True):
+        start = round(total)
+        total += duration_ns * scale
+        end = min(round(total), len(eighths))
+        eighths[start:end] = [name] * (end - start)
+    cells = [_phase_cell(eighths[start : start + 8], mono) for start in range(0, len(eighths), 8)]
+    if total > len(eighths) + 1:
+        _, top_style = cells[-1]
+        cells[-1] = (cut_top, top_style.partition("/")[0])
     bottom_sign, _ = cells[0]
-    if count and bottom_sign == " ":
-        cells[0] = _tiny_column(phases, mono)
+    if count and bottom_sign == " ":  # a blank would mean "no steps"
+        name = _largest_phase(phases)
+        cells[0] = (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
     return tuple(cells)
 
 
@@ -215,33 +203,19 @@ def _largest_phase(phases: Sequence[int]) -> str:
     return PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
 
 
-def _tiny_column(phases: tuple[int, ...], mono: bool) -> Span:
-    """Return the cell of a column that is too small for one, in the color of its largest phase.
-
-    A blank would mean "no steps".
-    """
-    name = _largest_phase(phases)
-    return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
-
-
-def _phase_cell(parts: Sequence[_PhasePart], mono: bool) -> Span:
-    """Return the sign and the style of a cell with these parts, given from the bottom up."""
-    filled = sum(part.eighths for part in parts)
-    if not parts or filled < 0.5:
+def _phase_cell(eighths: Sequence[str], mono: bool) -> Span:
+    """Return the sign and the style of a cell, given the phases of its eighths from the bottom up."""
+    filled = [phase for phase in eighths if phase]
+    if not filled:
         return (" ", "")
-    largest = max(parts)
+    largest = max(filled, key=filled.count)
     if mono:
-        return (LETTERS[largest.phase], f"phase.{largest.phase}") if filled >= 4 else (" ", "")
+        return (LETTERS[largest], f"phase.{largest}") if len(filled) >= 4 else (" ", "")
     blocks = " ▁▂▃▄▅▆▇█"
-    if len(parts) == 1:
-        return (blocks[min(round(filled), 8)], f"phase.{largest.phase}")
-    if filled < 7.5:
-        # This cell is not full, so its upper part needs the background: only one phase is drawn, the largest.
-        return (blocks[round(filled)], f"phase.{largest.phase}")
-    # One cell can show the two largest parts: the lower one as foreground, the upper one as background.
-    lower, upper = sorted(sorted(parts, reverse=True)[:2], key=lambda part: part.position)
-    lower_eighths = min(max(round(8 * lower.eighths / (lower.eighths + upper.eighths)), 1), 7)
-    return (blocks[lower_eighths], f"phase.{lower.phase}/{upper.phase}")
+    lower, upper, lower_eighths = largest_parts(eighths)
+    if len(filled) < 8 or lower == upper:  # the upper part of a cell that is not full needs the background
+        return (blocks[len(filled)], f"phase.{largest}")
+    return (blocks[lower_eighths], f"phase.{lower}/{upper}")
 
 
 def stacked_columns(

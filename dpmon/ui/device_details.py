@@ -90,7 +90,15 @@ def chart_rows(
     index: int, track: DeviceHistory, width: int, height: int, axis: TimeAxis, style: TerminalStyle
 ) -> list[Row]:
     """Return the heading of one GPU, and its histories in `height` rows."""
-    return [_heading(index, track.data, width), *_chart_group_rows(track, width, height, axis, style)]
+    data = track.data
+    limit = number_member(data, "power_limit_w")
+    top_power = limit or max((p for p in track.power if p is not None), default=0.0)
+    charts = [
+        _Chart(f"util {format_rounded(number_member(data, 'util_pct'), '%')}", track.util, 100.0, "%"),
+        _Chart(f"mem {format_rounded(track.mem_pct, '%')}", track.mem, 100.0, "%"),
+        _Chart(f"power {format_rounded(number_member(data, 'power_w'), 'W')}", track.power, top_power, "W"),
+    ]
+    return [_heading(index, data, width), *_side_by_side_charts(charts, track.second, width, height, axis, style)]
 
 
 def detail_rows(index: int, track: DeviceHistory, width: int, style: TerminalStyle) -> list[Row]:
@@ -133,11 +141,11 @@ class _Chart(NamedTuple):
 
 _GUTTER_CELLS = 8
 """Cells for a chart's scale."""
-_MIN_PLOT_ROWS = 3
-"""From this many rows on, a chart has a scale and a time axis."""
+MIN_CHART_ROWS = 5
+"""Fewest rows of a chart, with its heading and its time axis."""
 
 
-def side_by_side_charts(
+def _side_by_side_charts(
     charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, style: TerminalStyle
 ) -> list[Row]:
     """Return charts side by side in `height` rows, each with its newest value above it, a scale and a time axis.
@@ -146,7 +154,7 @@ def side_by_side_charts(
     """
     chart_width = width // len(charts)
     graph_width = chart_width - _GUTTER_CELLS - 1
-    if graph_width < _GUTTER_CELLS or height < _MIN_PLOT_ROWS + 2:
+    if graph_width < _GUTTER_CELLS or height < MIN_CHART_ROWS:
         return []
     rows: list[Row] = [[] for _ in range(height)]
     for heading, values, max_value, unit in charts:
@@ -166,46 +174,6 @@ def side_by_side_charts(
     return rows
 
 
-def _chart_group_rows(track: DeviceHistory, width: int, height: int, axis: TimeAxis, style: TerminalStyle) -> list[Row]:
-    """Return utilization, memory and power side by side, each with its newest value.
-
-    In few rows, they have no scale and no axis.
-    """
-    data = track.data
-    limit = number_member(data, "power_limit_w")
-    top_power = limit or max((p for p in track.power if p is not None), default=0.0)
-    charts = [
-        _Chart("util", track.util, 100.0, "%"),
-        _Chart("mem", track.mem, 100.0, "%"),
-        _Chart("power", track.power, top_power, "W"),
-    ]
-    newest_values = (
-        format_rounded(number_member(data, "util_pct"), "%"),
-        format_rounded(track.mem_pct, "%"),
-        format_rounded(number_member(data, "power_w"), "W"),
-    )
-    if height >= _MIN_PLOT_ROWS + 2:
-        labeled_charts = [
-            chart._replace(heading=f"{chart.heading} {newest_value}")
-            for chart, newest_value in zip(charts, newest_values, strict=True)
-        ]
-        return side_by_side_charts(labeled_charts, track.second, width, height, axis, style)
-    chart_width = (width - 3) // len(charts)
-    graph_width = chart_width - 8
-    if graph_width < 8:
-        return []
-    rows: list[Row] = [[("   ", "")] for _ in range(height)]
-    for (word, values, max_value, _), newest_value in zip(charts, newest_values, strict=True):
-        value_count = graph_width * (2 if style.glyphs.braille else 1)
-        lines = filled_area(
-            resample(values, track.second, axis, value_count), graph_width, height, max_value or 1.0, style.glyphs
-        )
-        headings = [word, newest_value] if height > 1 else [newest_value]
-        for row, heading, line in zip(rows, [*headings, *[""] * height], lines, strict=False):
-            row += [(align_right(heading, 6) + " ", "dim"), (line, "bar"), (" ", "")]
-    return rows
-
-
 def host_charts(track: DeviceHistory, width: int, height: int, axis: TimeAxis, style: TerminalStyle) -> list[Row]:
     """Return the CPU use and the memory of the host over time."""
     headings = (
@@ -213,7 +181,7 @@ def host_charts(track: DeviceHistory, width: int, height: int, axis: TimeAxis, s
         f"memory {format_rounded(track.mem_pct, '%')}",
     )
     charts = [_Chart(headings[0], track.util, 100.0, "%"), _Chart(headings[1], track.mem, 100.0, "%")]
-    return side_by_side_charts(charts, track.second, width, height, axis, style)
+    return _side_by_side_charts(charts, track.second, width, height, axis, style)
 
 
 _TOPICS = {

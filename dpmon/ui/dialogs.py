@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -20,8 +20,6 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 MAX_LINE_BYTES = 4000
 """Most bytes of a typed line: with its newline it fits one atomic write (PIPE_BUF) and one terminal line (N_TTY)."""
-_STATUS_ROWS = 3
-"""Rows above the panels, with messages."""
 
 
 def key_name(event: events.Key) -> str:
@@ -76,7 +74,7 @@ class Dialog(ModalScreen[str | None]):
             self.respond_to_key(event)
 
     def show_message(self, message: str) -> None:
-        """Show a message in the title, if the dialog covers the row of messages."""
+        """Show a message in the title: the dialog may cover the row of messages."""
         self.message = message
         self.draw()
 
@@ -93,9 +91,6 @@ class Dialog(ModalScreen[str | None]):
         name = {"esc": "escape"}.get(key, key)
         if not self.is_closed and any(key == footer_key for footer_key, _ in self.footer_keys()):
             self.on_key(events.Key(name, None))
-
-    def run_ended(self) -> None:
-        """Stop offering what is impossible after the end of the run; called once, at its end."""
 
     def close_once(self, answer: str | None) -> None:
         """Close with the answer. Do nothing the second time, because Textual treats a second dismissal as an error."""
@@ -129,13 +124,7 @@ class Dialog(ModalScreen[str | None]):
         if self.problem is not None:
             rows = wrap_to_rows(self.problem, width - 4, "wait")
         height = min(len(rows) + 2, screen_height)
-        covers_messages = (screen_height - height) // 2 < _STATUS_ROWS
-        message = truncate(self.message, width - 11) if covers_messages else ""
-        corner: Row = []
-        if message:
-            corner = [(message, "wait")]
-        elif self.corner:
-            corner = [(self.corner, "dim")]
+        corner = [(truncate(self.message, width - 11), "wait")] if self.message else [(self.corner, "dim")]
         title: Row = [(truncate(self.title_text, width - 6), "title")]
         glyphs = self.style.glyphs
         framed = draw_frame(
@@ -162,44 +151,20 @@ class Choice(Dialog):
         text: Sequence[str],
         answers: Sequence[tuple[str, str, str]],
         style: TerminalStyle,
-        texts_after_end: Mapping[str, str] | None = None,
     ) -> None:
-        """Ask `text`. `answers`: key, name and text of each.
-
-        `texts_after_end`: the texts of the answers by name once the run has ended, if they differ then.
-        """
+        """Ask `text`. `answers`: key, name and text of each."""
         super().__init__(title, style)
-        self.texts_after_end = texts_after_end
         self.lines = text
         self.answers = answers
         self.keys = [(key, re.split("[:;,]", text)[0]) for key, _, text in answers]
         self.preferred_width = max(*map(len, text), *(len(answer) + 8 for _, _, answer in answers), 30)
-        self.key_note = ""
-        """A note about the last key, if it was no answer."""
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """Return the question, a note about the last key, then a row per choice."""
-        rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
-        rows.append([(truncate(self.key_note, width), "dim")])
-        for text, keys in self._keys_by_text().items():
-            rows.append([("  ", ""), (", ".join(keys).ljust(5), "key"), (" " + truncate(text, width - 8), "")])
-        return rows
-
-    def _keys_by_text(self) -> dict[str, list[str]]:
-        """Return the keys of each text: after the end of the run, several answers may be the same choice."""
-        keys_by_text: dict[str, list[str]] = {}
+        """Return the question, then a row per choice."""
+        rows: list[Row] = [*([(truncate(line, width), "")] for line in self.lines), []]
         for key, _, text in self.answers:
-            keys_by_text.setdefault(text, []).append(key)
-        return keys_by_text
-
-    def run_ended(self) -> None:
-        """Keep the keys of all answers, with what they do now."""
-        if self.texts_after_end is not None:
-            self.lines = ["The run has ended."]
-            self.answers = [(key, name, self.texts_after_end[name]) for key, name, _ in self.answers]
-            self.keys = [(keys[0], text) for text, keys in self._keys_by_text().items()]
-            self.draw()
-            self.app.post_message(self.Changed())
+            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
+        return rows
 
     def offers(self, name: str) -> bool:
         """Return whether `name` is one of the answers."""
@@ -212,8 +177,7 @@ class Choice(Dialog):
             if pressed == key:
                 self.close_once(name)
                 return
-        self.key_note = f"{key_name(event)} does nothing here"
-        self.draw()
+        self.show_message(f"{key_name(event)} does nothing here")
 
 
 class TextPages(Dialog):
@@ -253,13 +217,22 @@ class TextPages(Dialog):
             self.close_once(None)
 
 
-class _TextInput(Dialog):
-    """A dialog with a line to type; esc cancels it."""
+class LineInput(Dialog):
+    """One line to type. Its result is the line, or None."""
 
     screenshot_keys = ("ctrl+s",)
-    typed_text = ""
-    hides_text = False
-    """Whether the line shows stars instead of the text."""
+    keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
+
+    def __init__(
+        self, title: str, note: str, style: TerminalStyle, typed_text: str = "", hides_text: bool = False
+    ) -> None:
+        """Show `note` below the line. `hides_text`: show stars instead of the text."""
+        super().__init__(title, style)
+        self.note, self.typed_text, self.hides_text = note, typed_text, hides_text
+
+    def build_rows(self, width: int, height: int) -> list[Row]:
+        """Return the typed line and the note."""
+        return [self.input_row(width), [], [(truncate(self.note, width), "dim")]]
 
     def input_row(self, width: int) -> Row:
         """Return the end of the typed line, with a cursor."""
@@ -276,9 +249,11 @@ class _TextInput(Dialog):
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Edit the line, or cancel."""
+        """Send the line, edit it, or cancel."""
         if event.key in ("escape", "ctrl+c"):
             self.close_once(None)
+        elif event.key == "enter":
+            self.close_once(self.typed_text)
         elif event.key in ("backspace", "ctrl+h"):
             self.typed_text = self.typed_text[:-1]
             self.draw()
@@ -295,52 +270,7 @@ class _TextInput(Dialog):
             self.add_text((event.text.splitlines() or [""])[0])
 
 
-class LineInput(_TextInput):
-    """One line to type. Its result is the line, or None."""
-
-    keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
-
-    def __init__(
-        self,
-        title: str,
-        note: str,
-        style: TerminalStyle,
-        typed_text: str = "",
-        hides_text: bool = False,
-        ended_note: str | None = None,
-    ) -> None:
-        """Show `note` below the line.
-
-        `hides_text`: show stars instead of the text. `ended_note`: the note after the run's end, when the line cannot
-        be sent.
-        """
-        super().__init__(title, style)
-        self.ended_note = ended_note
-        self.can_send = True
-        self.note = note
-        self.typed_text = typed_text
-        self.hides_text = hides_text
-
-    def run_ended(self) -> None:
-        """Keep the typed text visible, but do not send it."""
-        if self.ended_note is not None:
-            self.note, self.can_send, self.keys = self.ended_note, False, [("esc", "close")]
-            self.draw()
-            self.app.post_message(self.Changed())
-
-    def build_rows(self, width: int, height: int) -> list[Row]:
-        """Return the typed line and the note."""
-        return [self.input_row(width), [], [(truncate(self.note, width), "dim")]]
-
-    def respond_to_key(self, event: events.Key) -> None:
-        """Send, edit, or cancel."""
-        if event.key == "enter":
-            self.close_once(self.typed_text if self.can_send else None)
-        else:
-            super().respond_to_key(event)
-
-
-class CommandPalette(_TextInput):
+class CommandPalette(LineInput):
     """A list of commands, filtered by typing. Its result is the action of the chosen command, or None."""
 
     keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
@@ -348,20 +278,15 @@ class CommandPalette(_TextInput):
 
     def __init__(self, list_commands: Callable[[], Sequence[PaletteCommand]], style: TerminalStyle) -> None:
         """Show what `list_commands` returns: the commands that can run now."""
-        super().__init__("Commands", style)
+        super().__init__("Commands", "", style)
         self.list_commands = list_commands
         self.command_count = len(list_commands())
         """Number of commands without a filter."""
         self.preferred_width = max(span_width(command.description) for command in list_commands()) + 10
         self.shown_commands: list[PaletteCommand] = []
         """The drawn commands; the possible ones may have changed since then."""
-        self.chosen_command: PaletteCommand | None = None
-        """The chosen command; the first one before a choice, or if it is not listed any more."""
+        self.chosen_index = 0
         self.pinned_rows = 1
-
-    def run_ended(self) -> None:
-        """List the commands that are still possible."""
-        self.draw()
 
     def matching_commands(self) -> list[PaletteCommand]:
         """Return the commands that contain every typed word; the command whose key was typed comes first."""
@@ -379,40 +304,33 @@ class CommandPalette(_TextInput):
         The box keeps its height during typing.
         """
         commands = self.shown_commands = self.matching_commands()
-        chosen_index = self._chosen_index()
-        rows: list[Row] = [self.input_row(width)]
+        self.chosen_index = min(max(self.chosen_index, 0), max(len(commands) - 1, 0))
         visible_count = max(height - 1, 1)
-        self.first_row = max(chosen_index - visible_count + 1, 0)
+        self.first_row = max(self.chosen_index - visible_count + 1, 0)
+        rows: list[Row] = [self.input_row(width)]
         for index, (key, text, _) in enumerate(commands):
-            mark = self.style.glyphs.focus if index == chosen_index else " "
-            style = "bold" if index == chosen_index else ""
+            mark, style = (self.style.glyphs.focus, "bold") if index == self.chosen_index else (" ", "")
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
         if not commands:
             rows.append([("  no command matches now", "dim")])
-        blank_rows = min(self.command_count, visible_count) - len(commands)
-        rows += [[]] * blank_rows
-        return rows[: max(len(commands), visible_count) + 1]
-
-    def _chosen_index(self) -> int:
-        """Return the position of the chosen command in the list."""
-        return self.shown_commands.index(self.chosen_command) if self.chosen_command in self.shown_commands else 0
+        return [*rows, *[[]] * (min(self.command_count, visible_count) + 1 - len(rows))]
 
     def respond_to_key(self, event: events.Key) -> None:
         """Choose, filter the list, or cancel. A marked command that has become impossible is not run."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
-        commands, chosen_index = self.shown_commands, self._chosen_index()
-        if event.key == "enter" and (not commands or commands[chosen_index] in self.matching_commands()):
-            self.close_once(commands[chosen_index].action if commands else None)
-        elif event.key == "enter":
+        if event.key in moves:
+            self.chosen_index += moves[event.key]
             self.draw()
-        elif event.key in moves:
-            new_index = min(max(chosen_index + moves[event.key], 0), len(commands) - 1)
-            self.chosen_command = commands[new_index] if commands else None
-            self.draw()
-        else:
+        elif event.key != "enter":
             super().respond_to_key(event)
+        elif not self.shown_commands:
+            self.close_once(None)
+        elif (command := self.shown_commands[self.chosen_index]) in self.list_commands():
+            self.close_once(command.action)
+        else:
+            self.draw()
 
     def add_text(self, text: str) -> None:
         """Filter by more text and choose the first match."""
-        self.chosen_command = None
+        self.chosen_index = 0
         super().add_text(text)

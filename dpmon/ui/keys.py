@@ -139,10 +139,6 @@ def _can_sample_collectives(screen: ScreenData) -> bool:
     return len(screen.state.ranks) > 1 and not screen.is_over and not screen.cursor.is_playback
 
 
-def _is_playback(screen: ScreenData) -> bool:
-    return screen.cursor.is_playback
-
-
 def _has_ranks(screen: ScreenData) -> bool:
     return len(screen.state.ranks) > 1 and not screen.cursor.is_playback
 
@@ -233,20 +229,36 @@ PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (
     _playback_command("G", "seek_to(1.0)", "to the end"),
 )
 """Commands of a playback; the time line shows some of their keys."""
-_PAIRED_KEYS: tuple[tuple[str, str, str, str], ...] = (
-    ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
-    ("]", "right_square_bracket", "range(1)", "a longer time range"),
-    ("<", "less_than_sign", "time(-1)", "look back in time"),
-    (">", "greater_than_sign", "time(1)", "forward in time, up to now"),
+PALETTE_COMMANDS: tuple[KeyCommand, ...] = (
+    KeyCommand("[", "range(-1)", _always_shown(""), "a shorter time range", "left_square_bracket"),
+    KeyCommand("]", "range(1)", _always_shown(""), "a longer time range", "right_square_bracket"),
+    KeyCommand("<", "time(-1)", _always_shown(""), "look back in time", "less_than_sign"),
+    KeyCommand(">", "time(1)", _always_shown(""), "forward in time, up to now", "greater_than_sign"),
+    KeyCommand("", "refresh(-1)", _always_shown(""), "a shorter refresh interval"),
+    KeyCommand("", "refresh(1)", _always_shown(""), "a longer refresh interval"),
+    _playback_command("", "change_speed(1)", "play faster, up to 100 times"),
+    _playback_command("", "change_speed(-1)", "play slower, down to 0.1 times"),
+    KeyCommand("", "warnings", _shown_when(lambda s: bool(s.state.warnings), ""), "show the newest warnings"),
+    KeyCommand("", "next_output", _shown_when(lambda s: s.output_file_count > 1, ""), "show the other output file"),
+    KeyCommand(
+        "",
+        "sample",
+        _shown_when(_can_sample_collectives, ""),
+        "record the collectives of one of the next steps",
+    ),
 )
+"""Commands that only the palette lists: each of a pair of keys, and commands without a key."""
 _PANEL_KEYS = tuple((str(digit), f"panel('{name}')", name) for digit, name in enumerate(PANELS, start=1))
 
 
 ACTIONS: dict[str, str] = {
     name: action
     for names, action in (
-        *((command.textual_names or command.key, command.action) for command in COMMANDS if command.action),
-        *((names, action) for _, names, action, _ in _PAIRED_KEYS),
+        *(
+            (command.textual_names or command.key, command.action)
+            for command in (*COMMANDS, *PALETTE_COMMANDS)
+            if command.key and command.action
+        ),
         *((key, action) for key, action, _ in _PANEL_KEYS),
         ("up", "arrow('up')"),
         ("down", "arrow('down')"),
@@ -267,25 +279,6 @@ PLAYBACK_ACTIONS = ACTIONS | {command.textual_names or command.key: command.acti
 """The action of each key in a playback."""
 
 
-class KeylessCommand(NamedTuple):
-    """A command of the palette that has no key."""
-
-    action: str
-    is_available: Callable[[ScreenData], bool]
-    description: str
-
-
-KEYLESS_COMMANDS: tuple[KeylessCommand, ...] = (
-    KeylessCommand("change_speed(1)", _is_playback, "play faster, up to 100 times"),
-    KeylessCommand("change_speed(-1)", _is_playback, "play slower, down to 0.1 times"),
-    KeylessCommand("refresh(-1)", lambda screen: True, "a shorter refresh interval"),
-    KeylessCommand("refresh(1)", lambda screen: True, "a longer refresh interval"),
-    KeylessCommand("warnings", lambda screen: bool(screen.state.warnings), "show the newest warnings"),
-    KeylessCommand("next_output", lambda screen: screen.output_file_count > 1, "show the other output file"),
-    KeylessCommand("sample", _can_sample_collectives, "record the collectives of one of the next steps"),
-)
-
-
 class PaletteCommand(NamedTuple):
     """A command of the palette."""
 
@@ -297,18 +290,13 @@ class PaletteCommand(NamedTuple):
 def available_commands(screen: ScreenData) -> list[PaletteCommand]:
     """Return every command that works now, for the palette."""
     commands: list[PaletteCommand] = []
-    for command in (*PLAYBACK_COMMANDS, *COMMANDS):
+    for command in (*PLAYBACK_COMMANDS, *COMMANDS, *PALETTE_COMMANDS):
         if command.action not in ("", "palette") and command.is_available(screen):
             is_close = command.footer_word(screen) == "close"
             description = "close this screen" if is_close else command.description
             commands.append(PaletteCommand(command.key, description, command.action))
-    for key, _, action, description in _PAIRED_KEYS:
-        commands.append(PaletteCommand(key, description, action))
     for key, action, name in _PANEL_KEYS:
         commands.append(PaletteCommand(key, f"go to panel {panel_name(screen, name)}", action))
-    for keyless in KEYLESS_COMMANDS:
-        if keyless.is_available(screen):
-            commands.append(PaletteCommand("", keyless.description, keyless.action))
     return commands
 
 

@@ -14,7 +14,6 @@ from dpmon.model.active_processes import ended_processes
 from dpmon.model.run_snapshot import (
     MAX_FULLY_READ,
     MAX_LEAST_WAITING,
-    Process,
     RunSnapshot,
     SnapshotRequest,
     WarningRecord,
@@ -22,6 +21,7 @@ from dpmon.model.run_snapshot import (
 )
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
+from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
@@ -40,8 +40,6 @@ _Result = TypeVar("_Result")
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens the records written so far."""
 
-_MAX_EXIT_RECORD_WAIT_NS = 3_000_000_000
-"""Nanoseconds to wait for the exit record of a command that is gone; then its status is shown as unknown."""
 _SLOW_READ_S, _REST_RATIO = 0.1, 10
 """After a read that took more than `_SLOW_READ_S` s, the next one waits for at least as long, and for `_REST_RATIO`
 times the CPU time of the read, so that keys are still handled."""
@@ -66,15 +64,10 @@ class LiveRun:
         open_reader: Callable[[], RunReader],
         clock: Callable[[], int] = time.monotonic_ns,
         open_store: OpenStore | None = None,
-        *,
-        is_playback: bool = False,
     ) -> None:
-        """Prepare for the run in `directory`. `open_store`: opens its records; by default those in `directory`.
-
-        `is_playback`: the run has ended, so that it is played back.
-        """
+        """Prepare for the run in `directory`. `open_store`: opens its records; by default those in `directory`."""
         self.directory = directory
-        self.cursor = TimeCursor(is_playback=is_playback, has_ended=is_playback)
+        self.cursor = TimeCursor()
         self._last_clock_ns = clock()
         self.state = RunSnapshot()
         """The state of the run at the time of the cursor."""
@@ -94,19 +87,16 @@ class LiveRun:
         self.findings: Sequence[Finding] | None = None
         """The findings of the finished run; None while they are not known."""
         self._is_command_alive: bool | None = None
-        self._vanished_ns: int | None = None
         self._end_ns: int | None = None
         """The end of the run, or of its records if they go further (ns since its start); None while it runs."""
         self.is_ending = False
-        """Whether the command is gone and its exit is not recorded yet."""
+        """Whether the command is gone and its supervisor has not recorded its exit yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity when last polled, and its start (monotonic ns)."""
         self._activities_of_run: Mapping[int, tuple[str, int]] = {}
         """`_activities` with the start in ns since the run's start."""
         self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
-        self._is_reading = any(directory.glob("process-*.ring"))
-        """Whether records exist that were not read yet, as when the user attaches to a running command."""
         self._mode_request: ModeRequest | None = None
         self._changes_at_request = 0
         self._rest_end_s = 0.0
@@ -115,15 +105,17 @@ class LiveRun:
         self._frozen_state = self.state
         """The state at the time of the freeze, read for `_frozen_request`."""
         self._frozen_request: SnapshotRequest | None = None
-        self._last_stamp: object = None
-        """The stamp of the last read, which shows whether anything is new."""
+        self._has_final_state = False
+        """Whether `state` has all that will ever be recorded."""
 
     def start(self) -> None:
-        """Open the run. Raises the reader's error if the directory is not a run."""
+        """Open the run; one that has ended is played back. Raises the reader's error if the directory is not a run."""
         from dpmon.model.snapshot_builder import SnapshotBuilder
 
         self._snapshot_builder = SnapshotBuilder()
         self._reader = self._open_reader()
+        has_ended = self._reader.exit_info() is not None
+        self.cursor = TimeCursor(is_playback=has_ended, has_ended=has_ended)
         self.output.tails = [LogTail(path) for path in self._reader.output_paths]
 
     def close(self) -> None:
@@ -146,22 +138,34 @@ class LiveRun:
 
     def now_ns(self) -> int:
         """Return the time since the run's start (ns)."""
-        return max(self._clock() - self.info.start_ns, 0) if self.info is not None else 0
+        return self._time_of_run(self._clock()) or 0
+
+    def _time_of_run(self, monotonic_ns: int | None) -> int | None:
+        """Return a monotonic time as ns since the run's start, at least 0."""
+        return None if monotonic_ns is None or self.info is None else max(monotonic_ns - self.info.start_ns, 0)
+
+    def _stage_of_run(self, stage: StartupStage | None) -> StartupStage | None:
+        """Return a startup stage with its start as ns since the run's start."""
+        return None if stage is None else stage._replace(start_ns=self._time_of_run(stage.start_ns) or 0)
 
     # ------------------------------------------------------------------------------------------ reading
 
     def refresh(self) -> None:
         """Read the run again, after a playback has moved on.
 
-        Check for its end first, so that everything written before the end is read.
+        Check for its end first, so that everything written before the end is read; before that, check the processes,
+        which write the end.
         """
         reader = self._reader
         if reader is None:
             return
         reader.refresh()
-        if self.exit_info is None and (exit_info := reader.exit_info()) is not None:
+        is_alive = reader.is_command_alive()
+        may_be_recorded = is_alive is False and has_live_supervisor(reader.info)
+        if (exit_info := reader.exit_info()) is not None:
             self._note_exit(exit_info)
-        self._refresh_liveness(reader)
+        self.is_ending = may_be_recorded and exit_info is None
+        self._is_command_alive = True if self.is_ending else is_alive
         if self.is_over and self._end_ns is None:
             from dpmon.store.records import newest_record_ns
 
@@ -173,7 +177,7 @@ class LiveRun:
             self._update_mode_request(reader)
 
     def _refresh_snapshot(self, reader: RunReader) -> None:
-        """Read a new snapshot if anything has changed; keep the old one if reading fails.
+        """Read a new snapshot, until all is recorded; keep the old one if reading fails.
 
         The activities of many processes are read together with their snapshot.
         """
@@ -186,27 +190,16 @@ class LiveRun:
                 process_index: (activity, start_ns - start if start_ns else 0)
                 for process_index, (activity, start_ns) in self._activities.items()
             }
-        if is_resting or (request == self._request and not self._may_have_changed()):
+        if is_resting or (request == self._request and self._has_final_state):
             return
         self._request = request
+        self._has_final_state = self.exit_info is not None and self.exit_info.drained
         self.state = self._build_snapshot(request, None, ended_processes(self._activities)) or self.state
-        self._is_reading = False
         end_s = time.perf_counter()
         read_s, cpu_s = end_s - start_s, time.thread_time() - cpu_s
         self._rest_end_s = end_s + (max(_REST_RATIO * cpu_s, read_s) if read_s > _SLOW_READ_S else 0.0)
         if len(self.state.processes) > MAX_FULLY_READ:
             self._rest_end_s = max(self._rest_end_s, start_s + _MIN_INTERVAL_OF_MANY_S)
-
-    def _may_have_changed(self) -> bool:
-        """Return whether a record may have been written, or a process may have ended, since the last read."""
-        if self._open_store is not None:
-            return True
-        from dpmon.store.store_opening import commit_stamp
-
-        last_stamp = self._last_stamp
-        stamp = self.info and commit_stamp(self.directory, self.info)
-        self._last_stamp = stamp and (stamp, ended_processes(self._activities))
-        return self._last_stamp is None or self._last_stamp != last_stamp
 
     def _build_snapshot(
         self, request: SnapshotRequest, time_ns: int | None, ended: frozenset[int] = frozenset()
@@ -231,19 +224,7 @@ class LiveRun:
             self.state = replace(self.state, warnings=(warning,), warning_count=1)
         return None
 
-    def _refresh_liveness(self, reader: RunReader) -> None:
-        is_alive = reader.is_command_alive()
-        self.is_ending = False
-        if is_alive is False and self.exit_info is None:
-            now = self._clock()
-            self._vanished_ns = self._vanished_ns or now
-            self.is_ending = now - self._vanished_ns < _MAX_EXIT_RECORD_WAIT_NS
-            is_alive = self.is_ending
-        self._is_command_alive = is_alive
-
     def _note_exit(self, exit_info: ExitInfo) -> None:
-        for tail in self.output.tails:
-            tail.refresh()
         cause = None
         if exit_info.status is None:
             cause = exit_info.unknown
@@ -307,8 +288,7 @@ class LiveRun:
         if self._reader is None or self.is_over or not self.state.processes:
             return PauseState()
         now = self._reader.pause_state()
-        since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
-        return PauseState(now.is_requested, now.is_pending, since)
+        return PauseState(now.is_requested, now.is_pending, self._time_of_run(now.since_ns))
 
     def pause_refusal(self, is_requested: bool) -> str | None:
         """Return why the training cannot be paused or, if a pause is requested already, resumed; None if it can."""
@@ -377,50 +357,56 @@ class LiveRun:
         """Return the data for drawing the run as of the time of the cursor, with a view."""
         reader = self._reader
         if reader is None:
-            return ScreenData(self.state, 0, view=view, is_reading=self._is_reading)
-        present_ns = self.now_ns() if self._end_ns is None else self._end_ns
-        cursor = self.cursor = replace(self.cursor, present_ns=present_ns, has_ended=self.is_over)
+            is_reading = any(self.directory.glob("process-*.ring"))
+            return ScreenData(self.state, 0, view=view, is_reading=is_reading)
         request = self._snapshot_request(view)
         if request.node != self._request.node and not self.is_over:
             self._request_records(reader, request.node)
         self._read_state(reader, request)
-        is_scrolled_back = self.output.top is not None
-        if cursor.is_frozen:
-            return replace(
-                self._present_screen,
-                state=self.state,
-                view=view,
-                cursor=cursor,
-                is_output_scrolled_back=is_scrolled_back,
-            )
-        pause_state = self.pause_state()
-        screen = ScreenData(
-            self.state,
-            cursor.position_ns,
-            reader.info,
-            view,
+        self._update_cursor_limits()
+        cursor, pause_state = self.cursor, self.pause_state()
+        if cursor.time_ns is None:
+            self._present_screen, self._frozen_request = self._read_present(reader, pause_state), None
+        is_present = cursor.time_ns is None or cursor.is_frozen
+        screen = self._present_screen if is_present else self._read_past(reader, pause_state)
+        state, later_state = self.state, None
+        if cursor.is_looking_back:
+            later_state = self._read_frozen_state(request)
+            state = state.with_histories(later_state)
+        return replace(
+            screen,
+            state=state,
+            history_state=later_state,
+            view=view,
             cursor=cursor,
-            is_command_alive=True,
             can_pause=self.pause_refusal(pause_state.is_requested) is None,
             can_toggle=self.toggle_refusal() is None,
             can_type=self.exit_info is None and self.can_type(),
             output_file_count=len(self.output.tails),
-            is_output_scrolled_back=is_scrolled_back,
+            is_output_scrolled_back=self.output.top is not None,
             stop_progress=stopping,
         )
-        if cursor.time_ns is None:
-            self._present_screen = self._with_present_facts(screen, reader, pause_state)
-            return self._present_screen
-        return self._with_past_facts(screen, reader, pause_state, request)
+
+    def _update_cursor_limits(self) -> None:
+        """Tell the cursor how far the run has come.
+
+        If the run makes steps, its records are complete until the end of the newest one: later ones may not be written
+        yet.
+        """
+        present_ns, newest_ns = self.now_ns() if self._end_ns is None else self._end_ns, self.state.newest_ns
+        self.cursor = replace(self.cursor, present_ns=present_ns, has_ended=self.is_over)
+        if self.cursor.time_ns is None:
+            may_be_behind = newest_ns >= 0 and present_ns - newest_ns < _MAX_RECORD_DELAY_NS
+            self.cursor = replace(self.cursor, recorded_ns=newest_ns if may_be_behind else present_ns)
 
     def _read_state(self, reader: RunReader, request: SnapshotRequest) -> None:
         """Read the state at the time of the cursor, unless it was read for this request."""
-        time_ns = self._record_time_ns(self.cursor)
+        time_ns = self.cursor.time_ns
         if (request, time_ns) == (self._request, self._state_ns):
             return
         self._request, self._state_ns = request, time_ns
         if time_ns is None:
-            self._rest_end_s, self._last_stamp = 0.0, None
+            self._rest_end_s, self._has_final_state = 0.0, False
             self._refresh_snapshot(reader)
         elif self.cursor.is_frozen:
             self.state = self._read_frozen_state(request)
@@ -433,25 +419,20 @@ class LiveRun:
         The first picture after the freeze is read, too: so all frozen ones have values of the same time.
         """
         if self._frozen_request != request:
-            ended, time_ns = self._present_screen.state.ended, _newest_record_ns(self._present_screen)
-            self._frozen_state = self._build_snapshot(request, time_ns, ended) or self._present_screen.state
-            self._frozen_request = request
+            present_state = self._present_screen.state
+            built = self._build_snapshot(request, self.cursor.frozen_ns, present_state.ended)
+            self._frozen_request, self._frozen_state = request, built or present_state
         return self._frozen_state
 
-    def _record_time_ns(self, cursor: TimeCursor) -> int | None:
-        """Return the time until which records count for the picture (ns); None for all of them."""
-        return _newest_record_ns(self._present_screen) if cursor.is_frozen else cursor.time_ns
-
-    def _with_present_facts(self, screen: ScreenData, reader: RunReader, pause_state: PauseState) -> ScreenData:
-        """Add what only the present has: what the processes do now, requests, and how the run ended."""
-        self._frozen_request = None
-        start, has_ended = reader.info.start_ns, self.exit_info is not None
-        startup_stage = None if has_ended else reader.startup_stage()
-        input_wait_since = None if has_ended else reader.input_wait_start_ns()
-        return replace(
-            screen,
-            startup_stage=None if startup_stage is None else _since_start(startup_stage, start),
-            input_wait_since_ns=None if input_wait_since is None else max(input_wait_since - start, 0),
+    def _read_present(self, reader: RunReader, pause_state: PauseState) -> ScreenData:
+        """Return what only the present has: what the processes do now, requests, and how the run ended."""
+        has_ended = self.exit_info is not None
+        return ScreenData(
+            self.state,
+            self.cursor.present_ns,
+            reader.info,
+            startup_stage=None if has_ended else self._stage_of_run(reader.startup_stage()),
+            input_wait_since_ns=None if has_ended else self._time_of_run(reader.input_wait_start_ns()),
             activities=self._activities_of_run,
             is_command_alive=self._is_command_alive,
             exit_info=self.exit_info,
@@ -460,25 +441,21 @@ class LiveRun:
             mode_request=self._mode_request,
             pause_state=pause_state,
             is_ending=self.is_ending,
-            is_reading=self._is_reading,
             node_replies=None if has_ended else reader.node_replies(),
         )
 
-    def _with_past_facts(
-        self, screen: ScreenData, reader: RunReader, pause_state: PauseState, request: SnapshotRequest
-    ) -> ScreenData:
-        """Add what the files say about an earlier time; while the user looks back, the histories until the freeze."""
-        start = reader.info.start_ns
-        stage = current_startup_stage(read_startup_stages(self.directory, start + screen.now_ns))
-        screen = replace(
-            screen,
-            startup_stage=None if stage is None else _since_start(stage, start),
-            pause_state=PauseState(pause_state.is_requested, since_ns=_paused_since_ns(screen.process)),
+    def _read_past(self, reader: RunReader, pause_state: PauseState) -> ScreenData:
+        """Return what the files say about the time of the cursor."""
+        time_ns = self.cursor.position_ns
+        stages = read_startup_stages(self.directory, reader.info.start_ns + time_ns)
+        return ScreenData(
+            self.state,
+            time_ns,
+            reader.info,
+            startup_stage=self._stage_of_run(current_startup_stage(stages)),
+            is_command_alive=True,
+            pause_state=PauseState(pause_state.is_requested),
         )
-        if not screen.cursor.is_looking_back:
-            return screen
-        frozen_state = self._read_frozen_state(request)
-        return replace(screen, state=self.state.with_histories(frozen_state), history_state=frozen_state)
 
     def _request_records(self, reader: RunReader, node_number: int | None) -> None:
         """Request all records of the processes of one node; by default, a mirror sends only a selection of them."""
@@ -524,23 +501,4 @@ class LiveRun:
             input_waits = RunEvents.read(store).inputs
             return slow_steps_of(store, screen.state, screen.view.range_s, limit, input_waits, SlowStepCache())
 
-        return self._read(self._record_time_ns(screen.cursor), read)
-
-
-def _since_start(stage: StartupStage, start_ns: int) -> StartupStage:
-    """Return a startup stage with the time since the run's start, at `start_ns`."""
-    return stage._replace(start_ns=max(stage.start_ns - start_ns, 0))
-
-
-def _paused_since_ns(process: Process | None) -> int | None:
-    return None if process is None else process.paused_since_ns
-
-
-def _newest_record_ns(screen: ScreenData) -> int:
-    """Return the time until which the records of the present were written for sure (ns since the run's start).
-
-    If the run makes steps, this is the end of the newest one: later steps may not be written yet.
-    """
-    newest_ns = screen.state.newest_ns
-    may_be_behind = newest_ns >= 0 and screen.now_ns - newest_ns < _MAX_RECORD_DELAY_NS
-    return newest_ns if may_be_behind else screen.now_ns
+        return self._read(screen.cursor.time_ns, read)

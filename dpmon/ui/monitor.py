@@ -51,7 +51,7 @@ from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_g
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import shift_by_parts
 from dpmon.ui.time_cursor import TimeCursor
-from dpmon.ui.why_dialog import WhyDialog
+from dpmon.ui.why_dialog import REQUEST_INTERVAL_S, WhyDialog
 
 _REPAINT_S = 60.0
 _MAX_LISTED_STEPS = 50
@@ -77,32 +77,21 @@ class Monitor(App[str]):
         refresh: float = 1.0,
         open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
-        is_playback: bool = False,
     ) -> None:
-        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames.
-
-        `is_playback`: the run has ended, and is played back.
-        """
+        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames."""
         super().__init__(ansi_color=not style.has_color)
         self.style = style
         self.refresh_interval_s = refresh
         self.terminal: TerminalDriver | None = None
         """The driver of a real terminal, which sets this member itself."""
         self._was_writable = True
-        self.live_run = LiveRun(
-            directory,
-            open_reader or (lambda: RunReader(directory)),
-            open_store=open_store,
-            is_playback=is_playback,
-        )
+        self.live_run = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
         self.exit_handlers = ExitHandlers(self._ask_to_exit)
         self.open_error: Exception | None = None
         """Why the run could not be opened."""
         self.view = View()
         self._moved_focus = ("", "")
         """A panel in focus that is not on the screen, and the panel that has the focus meanwhile."""
-        self._view_before_click = View()
-        """The view before the click changed it, with the clicked panel in focus."""
         self._refresh_timer: Timer | None = None
         self._message_timer: Timer | None = None
         """The timer that removes the last message."""
@@ -194,17 +183,16 @@ class Monitor(App[str]):
         self._stopper.poll()
 
     def _handle_run_end(self) -> None:
-        """Show the whole run, look for findings, and tell the dialogs that it ended."""
+        """Show the whole run, and look for findings."""
         self.set_view(replace(self.view, range_s=0, message=None))
 
         def find() -> str | None:
-            self.live_run.findings = background_jobs.read_findings(self.live_run.directory)
+            from dpmon.report.report_data import collect_report_data
+
+            self.live_run.findings = collect_report_data(self.live_run.directory).findings
             return None
 
         self._run_in_thread(find, lambda problem: self.draw())
-        for screen in self.screen_stack:
-            if isinstance(screen, Dialog):
-                screen.run_ended()
 
     @property
     def _is_dialog_open(self) -> bool:
@@ -446,15 +434,10 @@ class Monitor(App[str]):
                 self.action_seek_to(fraction)
         elif self._is_dialog_open or panel not in PANELS:
             return
-        elif click_count == 1:
-            self._view_before_click = replace(self.view, focus=panel)
-            self.action_panel(panel)
+        elif click_count == 2:
+            self.set_view(replace(self.view, focus=panel, zoom=None if self.view.zoom is not None else panel))
         else:
-            # Use the view before the first click, which may have moved everything under the mouse.
-            old_view = self._view_before_click
-            self.set_view(
-                replace(self.view, focus=old_view.focus, zoom=None if old_view.zoom is not None else old_view.focus)
-            )
+            self.set_view(replace(self.view, focus=panel))
 
     async def _press(self, key: str) -> None:
         """Act as if a key of the footer was pressed."""
@@ -690,19 +673,18 @@ class Monitor(App[str]):
                 self.show_message(f"no stall was recorded {'until this time' if data.shows_past else 'in this run'}")
                 return
         dialog = WhyDialog(self.data_to_draw, directory, report, self.style)
-        self.push_screen(dialog)
-        if report is not None:
-            return
 
         def request() -> None:
-            self._run_in_thread(dialog.request_reply, dialog.show_reply)
+            if not (dialog.is_closed or self.live_run.is_over):
+                self._run_in_thread(dialog.request_reply, show)
 
-        def request_if_due() -> None:
-            if dialog.refresh_age():
-                request()
+        def show(problem: str | None) -> None:
+            dialog.show_reply(problem)
+            self.set_timer(REQUEST_INTERVAL_S, request)
 
-        request()
-        dialog.set_interval(1.0, request_if_due)
+        self.push_screen(dialog)
+        if report is None:
+            request()
 
     def action_slowest(self) -> None:
         """List the longest steps of the time range; go to the time of the chosen one."""
@@ -767,7 +749,7 @@ class Monitor(App[str]):
 
         def send(line: str | None) -> None:
             if line is not None:
-                problem = self.live_run.type_line(line)
+                problem = "the run has ended" if self.live_run.is_over else self.live_run.type_line(line)
                 # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
                 apart = len(self.live_run.output.tails) > 1
                 sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hides_input else None
@@ -776,8 +758,7 @@ class Monitor(App[str]):
         hides_input = self.live_run.hides_input()
         note = "enter sends the line to the script, esc does not"
         note += "; the script asked not to show it" if hides_input else ""
-        ended_note = "the run has ended: this line cannot be sent; esc closes"
-        self.push_screen(LineInput("Input", note, self.style, hides_text=hides_input, ended_note=ended_note), send)
+        self.push_screen(LineInput("Input", note, self.style, hides_text=hides_input), send)
 
     # ------------------------------------------------------------------------------------------ files
 

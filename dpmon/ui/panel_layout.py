@@ -47,8 +47,6 @@ class ScenePanel(NamedTuple):
     """Rows of its short form, with its frame."""
     grows: bool = False
     """Whether it shares the rows that no content needs."""
-    can_fold: bool = True
-    """Whether it folds to its title if its short form does not fit. If not, it is left out."""
 
 
 class Arrangement(NamedTuple):
@@ -97,7 +95,8 @@ def place_panels(
         member.name: _panel_part(importance, member, wanted_rows, body.height)
         for importance, member in enumerate(arrangement.members)
     }
-    return slots | _place_stacked(_build_parts(tree, panels, max_height, is_stack=True), body)
+    whole = _build_part(tree, panels, max_height, is_stack=True)
+    return slots if whole is None else slots | _place_stacked(whole.parts, body)
 
 
 class _Part(NamedTuple):
@@ -110,9 +109,9 @@ class _Part(NamedTuple):
     full_height: int
     """Rows that its content needs."""
     grows: bool
-    can_fold: bool
     column_count: int = 1
     panel: str = ""
+    """The panel, which folds to its title if its short form does not fit; "" if the part is no panel."""
     parts: Sequence[_Part] = ()
 
 
@@ -121,31 +120,26 @@ def _panel_part(importance: int, member: ScenePanel, wanted_rows: Mapping[str, i
     min_height = min(member.min_height, max(full_height, _MIN_OPEN_HEIGHT))
     full_height = max(min(full_height, body_height * _MAX_PANEL_SHARE // 100), min_height)
     main_height = min(full_height, body_height * MAIN_PANEL_SHARE // 100)
-    return _Part(importance, min_height, main_height, full_height, member.grows, member.can_fold, panel=member.name)
+    return _Part(importance, min_height, main_height, full_height, member.grows, panel=member.name)
 
 
-def _build_parts(tree: Tree, panels: Mapping[str, _Part], max_height: int, is_stack: bool) -> list[_Part]:
-    """Return the parts of a tree, without the panels that the arrangement lacks. `is_stack`: they are stacked."""
+def _build_part(tree: Tree, panels: Mapping[str, _Part], max_height: int, is_stack: bool) -> _Part | None:
+    """Return the part of a tree, without the panels that the arrangement lacks; None if none is left.
+
+    `is_stack`: whether its members stand one below the other.
+    """
     if isinstance(tree, str):
-        return [panels[tree]] if tree in panels else []
-    parts: list[_Part] = []
-    for subtree in tree:
-        members = _build_parts(subtree, panels, max_height, not is_stack)
-        if isinstance(subtree, str):
-            parts += members
-        elif members:
-            parts.append(_combine(members, max_height, is_stack=not is_stack))
-    return parts
-
-
-def _combine(parts: Sequence[_Part], max_height: int, is_stack: bool) -> _Part:
+        return panels.get(tree)
+    members = [_build_part(subtree, panels, max_height, not is_stack) for subtree in tree]
+    parts = [member for member in members if member is not None]
+    if not parts:
+        return None
     most_important = min(parts)
     heights, columns = [part.full_height for part in parts], [part.column_count for part in parts]
     full_height = min(sum(heights) if is_stack else max(heights), max(max_height, most_important.min_height))
     return most_important._replace(
         full_height=full_height,
         grows=any(part.grows for part in parts),
-        can_fold=False,
         column_count=max(columns) if is_stack else sum(columns),
         panel="",
         parts=parts,
@@ -202,7 +196,7 @@ def _divide_rows(parts: Sequence[_Part], area: Slot) -> list[int]:
         if fits:
             free_rows -= part.min_height - rows[index]
             rows[index] = part.min_height
-        elif not rows[index] and part.can_fold and rows.count(1) < max_titles and (free_rows or 1 in rows):
+        elif not rows[index] and part.panel and rows.count(1) < max_titles and (free_rows or 1 in rows):
             free_rows -= 1 not in rows
             rows[index] = 1
     main_is_complete = rows[main_part] >= parts[main_part].min_height  # else the free rows are for its values

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import COLOR_SYSTEMS
 from rich.segment import Segment
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -27,6 +27,8 @@ class PanelView(Widget):
         self.style = style
         self.rows: list[Row] = []
         """The drawn rows."""
+        self._drawn_size = Size()
+        """The size of the screen for which they were drawn."""
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         """Return the number of rows."""
@@ -40,9 +42,10 @@ class PanelView(Widget):
         """
         new_rows = [to_ascii_row(row) for row in rows] if self.style.glyphs.ascii else list(rows)
         old_rows, self.rows = self.rows, new_rows
+        old_size, self._drawn_size = self._drawn_size, self.app.size
         if len(new_rows) != len(old_rows):
             self.refresh(layout=True)
-        elif terminal is not None and self.size == self.app.size:
+        elif terminal is not None and self.size == self._drawn_size == old_size:
             changes = encode_changes(old_rows, new_rows, self._style_codes)
             if changes:
                 terminal.write(changes)

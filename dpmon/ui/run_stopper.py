@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from dpmon.ui.monitor import Monitor
 
 _STOPS = "stop the training: interrupt, then terminate, then kill"
-_CLOSE_SCREEN, _STAY = "close this screen", "stay here"
 
 
 class RunStopper:
@@ -46,10 +45,9 @@ class RunStopper:
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self.progress is None:
             answers.append(("x", "stop and leave", "stop the training, close this screen; asks first"))
-        answers.append(("esc", "stay", _STAY))
+        answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
-        after_end = {"left": _CLOSE_SCREEN, "stop and leave": _CLOSE_SCREEN, "stay": _STAY}
-        app.push_screen(Choice("Leave this screen?", text, answers, app.style, after_end), self._handle_leave_answer)
+        app.push_screen(Choice("Leave this screen?", text, answers, app.style), self._handle_leave_answer)
 
     def ask_to_stop(self) -> None:
         """Stop the training after a confirmation."""
@@ -65,11 +63,8 @@ class RunStopper:
         text, run_info = ["Everything computed since the last checkpoint is lost."], self._app.live_run.info
         if run_info is not None and len(run_info.nodes) > 1:
             text.append(f"It stops on all {len(run_info.nodes)} nodes.")
-        after_end = {"stop": _CLOSE_SCREEN if leaves else _STAY, "stay": _STAY}
-        self._app.push_screen(
-            Choice("Stop the training?", text, answers, self._app.style, after_end),
-            partial(self._handle_stop_answer, leaves),
-        )
+        question = Choice("Stop the training?", text, answers, self._app.style)
+        self._app.push_screen(question, partial(self._handle_stop_answer, leaves))
 
     def _handle_leave_answer(self, answer: str | None) -> None:
         if answer in ("left", "stop and leave") and self._app.live_run.is_over:

@@ -31,7 +31,7 @@ from dpmon.stalls.run_state import (
     format_state,
 )
 from dpmon.stalls.stall_detection import format_ranges
-from dpmon.text.formatting import UNKNOWN, format_calls_so_far, format_elapsed
+from dpmon.text.formatting import UNKNOWN, format_calls_so_far
 from dpmon.ui.time_cursor import TimeCursor
 
 PANELS = ("devices", "replicas", "batch", "compare", "output", "progress")
@@ -120,7 +120,7 @@ class ScreenData:
     is_ending: bool = False
     """Whether the command is gone and its exit is not recorded yet."""
     is_reading: bool = False
-    """Whether older records are still being read, so that the age of the last step means nothing."""
+    """Whether there are records, and none was read yet."""
     cursor: TimeCursor = field(default_factory=TimeCursor)
     """The time that the screen shows, and how it came there."""
     history_state: RunSnapshot | None = None
@@ -145,7 +145,7 @@ class ScreenData:
     def input_wait_ns(self) -> int | None:
         """How long (ns) the command has waited for input; None if it does not wait, or too briefly to show."""
         since_ns = self.input_wait_since_ns
-        if since_ns is None or self.is_reading or self.now_ns - since_ns <= WAIT_SHOWN_NS:
+        if since_ns is None or self.now_ns - since_ns <= WAIT_SHOWN_NS:
             return None
         return (
             None
@@ -245,9 +245,7 @@ def describe_activity(screen: ScreenData) -> ActivityText:
     if run_state.word == PAUSED:
         return ActivityText(PAUSED, "wait", state_age)
     if screen.is_reading:
-        newest_ns = screen.state.newest_ns
-        progress = f"{format_elapsed(newest_ns)} of {format_elapsed(screen.now_ns)}" if newest_ns >= 0 else ""
-        return ActivityText(READING, "wait", progress)
+        return ActivityText(READING, "wait")
     if run_state.word == WAITING_FOR_INPUT:
         return ActivityText(WAITING_FOR_INPUT, "wait", f"{state_age}{': press i' if screen.can_type else ''}")
     if run_state.word == STALLED:

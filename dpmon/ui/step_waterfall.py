@@ -16,9 +16,9 @@ from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timel
 from dpmon.record.schema import phase_by_display_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.collectives import LastSample
-from dpmon.text.cells import align_right, span_width, truncate
+from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
-from dpmon.ui.chart import busy_signs, round_up_nice
+from dpmon.ui.chart import busy_signs, largest_parts, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
 from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
 
@@ -30,6 +30,31 @@ _MIN_SCALE_ROWS = 3
 """From this height on, the first row is the scale; with ranks, one row more; one fewer if there is only one row."""
 _MIN_TICK_CELLS = 16
 """Cells from one tick of the scale to the next, at least."""
+
+
+class _Scale(NamedTuple):
+    """The columns of every row: a label, `cells` cells for `length_ns` ns, and a duration."""
+
+    label_cells: int
+    cells: int
+    length_ns: float
+    style: TerminalStyle
+
+    def edge(self, time_ns: float) -> int:
+        """Return the first cell after a time."""
+        return min(round(time_ns * self.cells / self.length_ns), self.cells)
+
+    def row(self, label: Sequence[Span], chart: Sequence[Span], duration: str = "", duration_style: str = "dim") -> Row:
+        """Return a row with its three columns."""
+        right_part = (align_right(duration, _DURATION_CELLS), duration_style)
+        return [*fit_row(label, self.label_cells, self.style.glyphs.more), *chart, right_part]
+
+    def mark_times(self, cells: list[Span], times_ns: Iterable[float]) -> list[int]:
+        """Put an arrow in the cell of each time, or a digit for several times; return the marked cells in order."""
+        counts = Counter(min(int(time_ns * self.cells / self.length_ns), self.cells - 1) for time_ns in times_ns)
+        for cell, count in counts.items():
+            cells[cell] = (self.style.glyphs.down if count == 1 else str(min(count, 9)), "bold")
+        return sorted(counts)
 
 
 def render_waterfall(
@@ -50,24 +75,20 @@ def render_waterfall(
     own_timeline = last_step_timeline(process)
     if own_timeline is None or height <= 0:
         return []
-    kind = own_timeline.step.kind
+    kind, lanes = own_timeline.step.kind, visible_lanes(own_timeline)
     ranks = [rank for rank in ranks if rank.last_step is not None and rank.last_step.kind == kind and height > 1]
-    with_scale = height >= _MIN_SCALE_ROWS + bool(ranks) - (
-        not visible_lanes(own_timeline) and not own_timeline.step.buckets
-    )
+    with_scale = height >= _MIN_SCALE_ROWS + bool(ranks) - (not lanes and not own_timeline.step.buckets)
     height -= with_scale
     is_of_other_kind = kind != process.ranged.kind
     step_word = kind_words[kind] if is_of_other_kind else "last step"
-    first_prefix = "" if with_scale else f"{step_word}, "
-    names = [
-        f"{'' if index else first_prefix}rank {rank_process.rank}"
-        for index, rank_process in enumerate(ranks or (process,))
-    ]
+    names = [f"rank {rank_process.rank}" for rank_process in ranks or (process,)]
     if process.rank is None:
         names = ["main" if with_scale else step_word]
+    elif not with_scale:
+        names[0] = f"{step_word}, {names[0]}"
     label_cells = max(10, len(step_word) + 1, len(names[0]) + 1)
     if not ranks:
-        lane_cells = [5 + span_width(sanitize_line(lane.device, 12)) for lane in visible_lanes(own_timeline)]
+        lane_cells = [5 + span_width(sanitize_line(lane.device, 12)) for lane in lanes]
         label_cells = min(max([label_cells, *lane_cells]), 20)
     chart_cells = width - label_cells - _DURATION_CELLS
     if chart_cells < 8:
@@ -77,34 +98,25 @@ def render_waterfall(
     with_sample = bool(ranks) and sample is not None and not is_of_other_kind and height - with_buckets > min_rank_rows
     height -= with_buckets + with_sample
     drawn_ranks = ranks if len(ranks) <= height else ranks[: max(height - 1, 1)]
-    shown_timelines = [
-        (rank_process, rank_timeline)
-        for rank_process in drawn_ranks or [process]
-        if (rank_timeline := last_step_timeline(rank_process)) is not None
-    ]
-    timelines = [timeline for _, timeline in shown_timelines]
-    start_offsets = _align_sync_ends(timelines)
-    scale_ns = max(start + timeline.step.wall_ns for start, timeline in zip(start_offsets, timelines, strict=True))
-    rows = [_scale_row(step_word, timelines, label_cells, chart_cells, scale_ns, style)] if with_scale else []
-    for name, (rank_process, timeline), start_offset in zip(names, shown_timelines, start_offsets, strict=False):
+    timelines = [timeline for rank in drawn_ranks or [process] if (timeline := last_step_timeline(rank)) is not None]
+    offsets = _align_sync_ends(timelines)
+    length_ns = max(offset + timeline.step.wall_ns for offset, timeline in zip(offsets, timelines, strict=True))
+    scale = _Scale(label_cells, chart_cells, length_ns, style)
+    rows = [_scale_row(scale, step_word, any(timeline.idle_ns for timeline in timelines))] if with_scale else []
+    for name, timeline, offset in zip(names, timelines, offsets, strict=False):
         label = name.rjust(label_cells - 1) if ranks and not with_scale else name
-        rows.append(_main_thread_row(label, timeline, label_cells, chart_cells, scale_ns, style, start_offset))
-        if rank_process is process and with_buckets:
-            rows.append(bucket_row(timeline, label_cells, chart_cells, scale_ns, style, start_offset))
-        if rank_process is process and sample is not None and with_sample:
-            rows.append(sample_row(sample, label_cells, chart_cells, scale_ns, style))
+        rows.append(_main_thread_row(scale, label, timeline, offset))
+        if timeline.step == own_timeline.step and with_buckets:
+            rows.append(bucket_row(scale, timeline, offset))
+        if timeline.step == own_timeline.step and sample is not None and with_sample:
+            rows.append(sample_row(scale, sample))
     if ranks:
-        hidden_steps = [rank_process.last_step for rank_process in ranks[len(drawn_ranks) :]]
-        hidden_times_ns = [step.wall_ns for step in hidden_steps if step is not None]
-        idle_count, has_row_for_hidden = 0, height > 1
-    else:
-        lanes, hidden_lanes = _choose_lanes(visible_lanes(own_timeline), height - 1)
-        rows += [_replica_row(lane, own_timeline, label_cells, chart_cells, scale_ns, style) for lane in lanes]
-        hidden_times_ns = [lane.took_ns for lane in hidden_lanes if lane.pieces]
-        idle_count, has_row_for_hidden = len(hidden_lanes) - len(hidden_times_ns), True
-    if (has_row_for_hidden and hidden_times_ns) or idle_count:
-        rows.append(_summary_lane(hidden_times_ns, idle_count, label_cells, width, style))
-    return rows
+        hidden_steps = [rank_process.last_step for rank_process in ranks[len(drawn_ranks) :] if height > 1]
+        return [*rows, *_summary_rows(scale, [step.wall_ns for step in hidden_steps if step is not None])]
+    drawn_lanes, hidden_lanes = _choose_lanes(lanes, height - 1)
+    rows += [_lane_row(scale, lane, own_timeline.staged) for lane in drawn_lanes]
+    hidden_times_ns = [lane.took_ns for lane in hidden_lanes if lane.pieces]
+    return [*rows, *_summary_rows(scale, hidden_times_ns, len(hidden_lanes) - len(hidden_times_ns))]
 
 
 def visible_lanes(timeline: StepTimeline) -> Sequence[Lane]:
@@ -124,176 +136,114 @@ def _align_sync_ends(timelines: Sequence[StepTimeline]) -> list[int]:
     return [0 if end is None else last_end - end for end in sync_ends]
 
 
-def _scale_row(
-    step_word: str,
-    timelines: Iterable[StepTimeline],
-    label_cells: int,
-    chart_cells: int,
-    scale_ns: float,
-    style: TerminalStyle,
-) -> Row:
+def _scale_row(scale: _Scale, step_word: str, has_script_time: bool) -> Row:
     """Return the scale of the rows below, with a tick at round times, and at its end the meaning of a dotted row."""
-    tick_ns = max(round_up_nice(scale_ns * _MIN_TICK_CELLS / chart_cells), 1.0)
-    tick, line_sign = style.glyphs.tick, style.glyphs.span[1]
-    cells = [line_sign] * chart_cells
-    for tick_number in range(int(scale_ns / tick_ns) + 1):
+    glyphs = scale.style.glyphs
+    tick_ns = max(round_up_nice(scale.length_ns * _MIN_TICK_CELLS / scale.cells), 1.0)
+    cells = [glyphs.span[1]] * scale.cells
+    for tick_number in range(int(scale.length_ns / tick_ns) + 1):
         value, unit = format_duration(tick_number * tick_ns).split()
-        text = f"{tick}{float(value):g} {unit} " if tick_number else f"{tick}0 "
-        column = int(tick_number * tick_ns / scale_ns * chart_cells)
-        if column + len(text) <= chart_cells:
+        text = f"{glyphs.tick}{float(value):g} {unit} " if tick_number else f"{glyphs.tick}0 "
+        column = int(tick_number * tick_ns / scale.length_ns * scale.cells)
+        if column + len(text) <= scale.cells:
             cells[column : column + len(text)] = text
-    has_script_time = any(timeline.idle_ns for timeline in timelines)
-    legend = (
-        align_right(f"{_script_dot(style.glyphs)} script", _DURATION_CELLS)
-        if has_script_time
-        else " " * _DURATION_CELLS
-    )
-    return [*fit_row([(step_word, "dim")], label_cells, style.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
+    legend = f"{_script_dot(glyphs)} script" if has_script_time else ""
+    return scale.row([(step_word, "dim")], [("".join(cells), "dim")], legend)
 
 
-def _main_thread_row(
-    name: str,
-    timeline: StepTimeline,
-    label_cells: int,
-    chart_cells: int,
-    scale_ns: float,
-    style: TerminalStyle,
-    start_ns: int,
-) -> Row:
+def _main_thread_row(scale: _Scale, name: str, timeline: StepTimeline, start_ns: int) -> Row:
     """Return the row of a main thread. Its step starts `start_ns` ns after the start of the scale."""
-    return [
-        *fit_row([(name, "dim")], label_cells, style.glyphs.more),
-        *main_row(
-            _shift_pieces(timeline.main, start_ns),
-            chart_cells,
-            scale_ns,
-            style,
-            (start_ns, start_ns + timeline.step.wall_ns),
-        ),
-        (align_right(format_duration(timeline.step.wall_ns), _DURATION_CELLS), "bold"),
-    ]
+    step_ns = timeline.step.wall_ns
+    pieces = _shift_pieces(timeline.main, start_ns)
+    chart = main_row(pieces, scale.cells, scale.length_ns, scale.style, (start_ns, start_ns + step_ns))
+    return scale.row([(name, "dim")], chart, format_duration(step_ns), "bold")
 
 
 def _shift_pieces(pieces: Iterable[Piece], offset_ns: int) -> list[Piece]:
     return [piece._replace(start_ns=piece.start_ns + offset_ns, end_ns=piece.end_ns + offset_ns) for piece in pieces]
 
 
-def bucket_row(
-    timeline: StepTimeline,
-    label_cells: int,
-    chart_cells: int,
-    scale_ns: float,
-    style: TerminalStyle,
-    step_start_ns: int = 0,
-) -> Row:
+def bucket_row(scale: _Scale, timeline: StepTimeline, step_start_ns: int = 0) -> Row:
     """Return when each bucket of gradients was ready, and how long the averaging lasted after the last one.
 
     A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
     """
-    cells_per_ns = chart_cells / scale_ns
-    buckets = [ready_ns + step_start_ns for ready_ns in timeline.step.buckets]
-    marks = Counter(min(int(ready_ns * cells_per_ns), chart_cells - 1) for ready_ns in buckets)
-    cells: list[Span] = [(" ", "")] * chart_cells
+    glyphs, step = scale.style.glyphs, timeline.step
+    cells: list[Span] = [(" ", "")] * scale.cells
     syncs = [piece for piece in _shift_pieces(timeline.main, step_start_ns) if piece.phase == "sync"]
-    exposed_left_ns = timeline.step.exposed_ns or 0
-    (_, exposed, wait) = busy_signs(style.glyphs)
-    if timeline.step.exposed_ns is None:
-        _, thin_line = style.glyphs.bar
+    exposed_left_ns = step.exposed_ns or 0
+    (_, exposed, wait) = busy_signs(glyphs)
+    if step.exposed_ns is None:
+        _, thin_line = glyphs.bar
         wait = (thin_line, "dim")  # unknown split between wait and exposed communication
     for piece in reversed(syncs):
         exposed_ns = min(exposed_left_ns, piece.end_ns - piece.start_ns)
         exposed_left_ns -= exposed_ns
-        for start_ns, end_ns, sign in (
-            (piece.start_ns, piece.end_ns - exposed_ns, wait),
-            (piece.end_ns - exposed_ns, piece.end_ns, exposed),
-        ):
-            first_cell, end_cell = round(start_ns * cells_per_ns), round(end_ns * cells_per_ns)
-            cells[first_cell:end_cell] = [sign] * (min(end_cell, chart_cells) - first_cell)
-    for cell, count in marks.items():
-        cells[cell] = (style.glyphs.down if count == 1 else str(min(count, 9)), "bold")
-    wait_ns = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.step.exposed_ns or 0)
-    legend = [(f"{format_count_with_noun(len(buckets), 'bucket')} ready ", "dim"), (style.glyphs.down, "bold")]
-    if timeline.step.exposed_ns is not None:
-        legend += [("  wait ", "dim"), wait, (f" {format_duration(wait_ns)}  exposed ", "dim"), exposed]
-        legend.append((f" {format_duration(timeline.step.exposed_ns)}", "dim"))
-    first_mark = min(marks, default=0)
-    for text in (legend, legend[:2]):
-        if row_width(text) < first_mark:
+        start, middle, end = map(scale.edge, (piece.start_ns, piece.end_ns - exposed_ns, piece.end_ns))
+        cells[start:end] = [wait] * (middle - start) + [exposed] * (end - middle)
+    marks = scale.mark_times(cells, [ready_ns + step_start_ns for ready_ns in step.buckets])
+    legend = [(f"{format_count_with_noun(len(step.buckets), 'bucket')} ready ", "dim"), (glyphs.down, "bold")]
+    full_legend = legend
+    if step.exposed_ns is not None:
+        wait_ns = sum(piece.end_ns - piece.start_ns for piece in syncs) - step.exposed_ns
+        full_legend = [*legend, ("  wait ", "dim"), wait, (f" {format_duration(wait_ns)}  exposed ", "dim"), exposed]
+        full_legend.append((f" {format_duration(step.exposed_ns)}", "dim"))
+    for text in (full_legend, legend):
+        if row_width(text) < min(marks, default=0):
             cells[: row_width(text)] = text
             break
-    return [
-        *fit_row([("buckets", "dim")], label_cells, style.glyphs.more),
-        *merge_spans(cells[:chart_cells]),
-        (" " * _DURATION_CELLS, ""),
-    ]
+    return scale.row([("buckets", "dim")], merge_spans(cells))
 
 
-def sample_row(sample: LastSample, label_cells: int, chart_cells: int, scale_ns: float, style: TerminalStyle) -> Row:
+def sample_row(scale: _Scale, sample: LastSample) -> Row:
     """Return the collectives of a sampled step: an arrow where one was launched, a digit where several were."""
-    last_cell = chart_cells - 1
-    marks = Counter(
-        min(int((collective.start_ns - sample.start_ns) * chart_cells / scale_ns), last_cell)
-        for collective in sample.collectives
-    )
-    cells: list[Span] = [(" ", "")] * chart_cells
-    for cell, count in marks.items():
-        cells[cell] = (style.glyphs.down if count == 1 else str(min(count, 9)), "bold")
+    cells: list[Span] = [(" ", "")] * scale.cells
+    marks = scale.mark_times(cells, [collective.start_ns - sample.start_ns for collective in sample.collectives])
     counts = Counter((collective.operation, collective.group_size) for collective in sample.collectives).most_common(2)
     step = "" if sample.step is None else f"step {format_count(sample.step)}: "
     full_text = step + ", ".join(
         f"{count} {name} of {format_count_with_noun(size, 'rank')}" for (name, size), count in counts
     )
     short_text = step + ", ".join(f"{count} {name}" for (name, _), count in counts)
-    first_used, last_used = min(marks, default=chart_cells), max(marks, default=chart_cells)
+    first_used, last_used = min(marks, default=scale.cells), max(marks, default=scale.cells)
     for text, column in product((full_text, short_text), (0, last_used + 2)):
-        if column + len(text) < (first_used if column == 0 else chart_cells + 1):
+        if column + len(text) < (first_used if column == 0 else scale.cells + 1):
             cells[column : column + len(text)] = [(text, "dim")]
             break
-    duration = align_right(format_duration(sample.wall_ns), _DURATION_CELLS)
-    return [*fit_row([("sampled", "dim")], label_cells, style.glyphs.more), *merge_spans(cells), (duration, "dim")]
+    return scale.row([("sampled", "dim")], merge_spans(cells), format_duration(sample.wall_ns))
 
 
 def _choose_lanes(lanes: Sequence[Lane], max_rows: int) -> tuple[list[Lane], list[Lane]]:
     """Return the lanes to draw and the lanes without a row.
 
-    If not all fit, draw the first lane and the slowest others.
+    If not all fit, draw the first lane and the slowest others, and leave a row for their summary.
     """
-    if max_rows <= 0:
-        return [], []
-    if len(lanes) <= max_rows:
-        return list(lanes), []
-    if max_rows == 1:
-        return [], list(lanes)
-    slowest = sorted(lanes[1:], key=lambda lane: (-lane.took_ns, lane.number))[: max_rows - 2]
-    numbers = {lanes[0].number, *(lane.number for lane in slowest)}
+    if max_rows <= 0 or len(lanes) <= max_rows:
+        return list(lanes[: max(max_rows, 0)]), []
+    slowest = sorted(lanes[1:], key=lambda lane: (-lane.took_ns, lane.number))[: max(max_rows - 2, 0)]
+    numbers = {lane.number for lane in (*lanes[:1], *slowest) if max_rows > 1}
     return [lane for lane in lanes if lane.number in numbers], [lane for lane in lanes if lane.number not in numbers]
 
 
-def _replica_row(
-    lane: Lane, timeline: StepTimeline, label_cells: int, chart_cells: int, scale_ns: float, style: TerminalStyle
-) -> Row:
-    lane_name = f"{'s' if timeline.staged else 'r'}{lane.number}"
-    heading = fit_row(
-        [(lane_name.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label_cells - 1, style.glyphs.more
-    )
+def _lane_row(scale: _Scale, lane: Lane, is_stage: bool) -> Row:
+    name = f"{'s' if is_stage else 'r'}{lane.number}"
+    label = fit_row([(name.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], scale.label_cells - 1)
     if not lane.pieces:
-        return [*heading, (" ", ""), *fit_row([("idle", "wait")], chart_cells + _DURATION_CELLS)]
-    return [
-        *heading,
-        (" ", ""),
-        *lane_row(lane.pieces, chart_cells, scale_ns, style),
-        (align_right(format_duration(lane.took_ns), _DURATION_CELLS), ""),
-    ]
+        return scale.row(label, [("idle".ljust(scale.cells), "wait")])
+    chart = lane_row(lane.pieces, scale.cells, scale.length_ns, scale.style)
+    return scale.row(label, chart, format_duration(lane.took_ns), "")
 
 
-def _summary_lane(times_ns: Sequence[int], idle_count: int, label_cells: int, width: int, style: TerminalStyle) -> Row:
-    """Return one row for the lanes without a row of their own: their number, and the range of their times (ns)."""
-    text = f"{format_count(len(times_ns) + idle_count)} more {style.glyphs.down}"
+def _summary_rows(scale: _Scale, times_ns: Sequence[int], idle_count: int = 0) -> list[Row]:
+    """Return a row for the lanes without a row of their own: their number, and the range of their times (ns)."""
+    if not times_ns and not idle_count:
+        return []
+    text = f"{format_count(len(times_ns) + idle_count)} more {scale.style.glyphs.down}"
     if times_ns:
         text += f"  {format_duration(min(times_ns))} to {format_duration(max(times_ns))}"
     if idle_count:
         text += f"  {idle_count} idle"
-    return [(" " * label_cells, ""), (truncate(text, width - label_cells, style.glyphs.more), "dim")]
+    return [[(" " * scale.label_cells, ""), (text, "dim")]]
 
 
 def main_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: TerminalStyle, step: tuple[int, int]) -> Row:
@@ -302,25 +252,27 @@ def main_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: Termin
     `step`: start and end of the step. Its uncovered time is dotted: the script did something else.
     """
     has_color, glyphs = style.has_color, style.glyphs
-    cells_per_ns = width / scale_ns
     uses_blocks = has_color and not glyphs.ascii
-    cells: list[Span] = []
-    first_piece = 0
-    for index in range(width):
-        cell_start_ns, cell_end_ns = index / cells_per_ns, (index + 1) / cells_per_ns
-        while first_piece < len(pieces) and pieces[first_piece].end_ns <= cell_start_ns:
-            first_piece += 1
-        end_piece = first_piece
-        while end_piece < len(pieces) and pieces[end_piece].start_ns < cell_end_ns:
-            end_piece += 1
-        inside = pieces[first_piece:end_piece]
-        cells.append(_piece_cell(inside, cell_start_ns, cell_end_ns, uses_blocks, has_color, glyphs))
-    start, end = (min(round(time_ns * cells_per_ns), width) for time_ns in step)
+    eighths = _phase_of_parts(pieces, 8 * width, scale_ns)
+    cells = [
+        _piece_cell(eighths[start : start + 8], uses_blocks, has_color, glyphs) for start in range(0, 8 * width, 8)
+    ]
+    start, end = (min(round(time_ns * width / scale_ns), width) for time_ns in step)
     cells[start:end] = [
         (_script_dot(glyphs), "dim") if sign == " " else (sign, cell_style) for sign, cell_style in cells[start:end]
     ]
     _write_phase_names(cells, uses_blocks, has_color)
     return merge_spans(cells)
+
+
+def _phase_of_parts(pieces: Iterable[Piece], part_count: int, scale_ns: float) -> list[str]:
+    """Return the phase of each of `part_count` equal parts of `scale_ns` ns; "" without one. A piece has a part."""
+    phases = [""] * part_count
+    for piece in pieces:
+        start = min(max(round(piece.start_ns * part_count / scale_ns), 0), part_count - 1)
+        end = min(max(round(piece.end_ns * part_count / scale_ns), start + 1), part_count)
+        phases[start:end] = [piece.phase] * (end - start)
+    return phases
 
 
 def _script_dot(glyphs: Glyphs) -> str:
@@ -332,78 +284,27 @@ def lane_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: Termin
 
     Blocks would run together.
     """
-    halves = [False] * (2 * width)
-    halves_per_ns = 2 * width / scale_ns
-    for piece in pieces:
-        first_half = min(max(round(piece.start_ns * halves_per_ns), 0), 2 * width - 1)
-        for index in range(first_half, min(max(round(piece.end_ns * halves_per_ns), first_half + 1), 2 * width)):
-            halves[index] = True
+    halves = [bool(phase) for phase in _phase_of_parts(pieces, 2 * width, scale_ns)]
     line, _ = style.glyphs.bar
     signs = {(True, True): line, (True, False): "╸", (False, True): "╺", (False, False): " "}
     if style.glyphs.ascii:
         signs[True, False] = signs[False, True] = line
-    text = "".join(signs[halves[i], halves[i + 1]] for i in range(0, 2 * width, 2))
-    return [(text, "phase.apply")]
+    return [("".join(signs[half, other] for half, other in zip(halves[::2], halves[1::2], strict=True)), "phase.apply")]
 
 
-class _CellInterval(NamedTuple):
-    """A part of a cell, in time, with the phase that it belongs to; "" if none does."""
-
-    start_ns: float
-    end_ns: float
-    phase: str
-
-    @property
-    def duration_ns(self) -> float:
-        """Length of the part."""
-        return self.end_ns - self.start_ns
-
-
-def _divide_cell(pieces: Sequence[Piece], cell_start_ns: float, cell_end_ns: float) -> list[_CellInterval]:
-    """Return the parts of a cell in order, without a gap; none if no piece lies in it."""
-    parts: list[_CellInterval] = []
-    time_ns = cell_start_ns
-    for piece in pieces:
-        start_ns, end_ns = max(piece.start_ns, cell_start_ns), min(piece.end_ns, cell_end_ns)
-        if end_ns > start_ns:
-            if start_ns > time_ns:
-                parts.append(_CellInterval(time_ns, start_ns, ""))
-            parts.append(_CellInterval(start_ns, end_ns, piece.phase))
-            time_ns = end_ns
-    if parts and time_ns < cell_end_ns:
-        parts.append(_CellInterval(time_ns, cell_end_ns, ""))
-    return parts
-
-
-def _piece_cell(
-    pieces: Sequence[Piece],
-    cell_start_ns: float,
-    cell_end_ns: float,
-    uses_blocks: bool,
-    has_color: bool,
-    glyphs: Glyphs,
-) -> Span:
-    """Return one cell: the two largest parts of it, and the edge between them."""
-    parts = _divide_cell(pieces, cell_start_ns, cell_end_ns)
-    if not parts:
-        return (" ", "")
+def _piece_cell(eighths: Sequence[str], uses_blocks: bool, has_color: bool, glyphs: Glyphs) -> Span:
+    """Return one cell, given the phases of its eighths: the two largest parts of it, and the edge between them."""
     if not uses_blocks:
-        largest = max(parts, key=lambda part: part.duration_ns)
-        is_mostly_empty = largest.duration_ns > 0.75 * (cell_end_ns - cell_start_ns)
-        if not largest.phase and (parts[0].phase or is_mostly_empty):
-            return (" ", "")
-        phase = largest.phase or next(part.phase for part in parts if part.phase)
-        return ("#" if glyphs.ascii else "█", f"chip.{phase}" if has_color else f"phase.{phase}")
-    largest_two = sorted(sorted(parts, key=lambda part: -part.duration_ns)[:2])
-    left, right = largest_two[0], largest_two[-1]
-    if left.phase == right.phase:
-        return ("█", f"phase.{left.phase}") if left.phase else (" ", "")
-    left_eighths = min(max(round(8 * left.duration_ns / (left.duration_ns + right.duration_ns)), 1), 7)
-    if not right.phase:
-        return (_LEFT_BLOCKS[left_eighths], f"phase.{left.phase}")
-    if not left.phase:
-        return (_LEFT_BLOCKS[left_eighths], f"chip.{right.phase}")
-    return (_LEFT_BLOCKS[left_eighths], f"phase.{left.phase}/{right.phase}")
+        phase = max(eighths, key=eighths.count)
+        sign = "#" if glyphs.ascii else "█"
+        return (sign, f"chip.{phase}" if has_color else f"phase.{phase}") if phase else (" ", "")
+    left, right, left_eighths = largest_parts(eighths)
+    if left == right:
+        return ("█", f"phase.{left}") if left else (" ", "")
+    sign = _LEFT_BLOCKS[left_eighths]
+    if not left:
+        return (sign, f"chip.{right}")
+    return (sign, f"phase.{left}/{right}" if right else f"phase.{left}")
 
 
 def _write_phase_names(cells: list[Span], uses_blocks: bool, has_color: bool) -> None:

@@ -7,11 +7,11 @@ A row is a list of spans (text, style name). `dpmon.ui.terminal_style` has the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
-from dpmon.text.cells import align_right, span_width, wrap_text
+from dpmon.text.cells import align_right, char_width, span_width, wrap_text
 from dpmon.text.cells import crop_text as cropped_text
 from dpmon.ui.terminal_style import Glyphs
 
@@ -63,25 +63,36 @@ def fit_row(row: Sequence[Span], width: int, more: str = "…") -> Row:
     return fitted_row
 
 
+def row_cells(row: Iterable[Span]) -> Row:
+    """Return a cell for each column: a character with its marks; the right half of a wide one is empty.
+
+    No span begins with a mark.
+    """
+    cells: Row = []
+    for text, style in row:
+        widths = list(map(char_width, text))
+        if widths.count(1) == len(widths):
+            cells += zip(text, repeat(style))
+            continue
+        for char, width in zip(text, widths, strict=True):
+            if width:
+                cells.append((char, style))
+                cells += [("", style)] * (width - 1)
+            elif cells:
+                last = -1 if cells[-1][0] else -2
+                cells[last] = (cells[last][0] + char, cells[last][1])
+    return cells
+
+
 def crop_row(row: Iterable[Span], start: int, end: int) -> Row:
     """Return the cells of `row` from `start` up to `end`; half of a cut wide character becomes a blank."""
-    cropped: Row = []
-    column = 0
-    for text, style in row:
-        part = ""
-        if text.isascii():
-            part = text[max(start - column, 0) : max(end - column, 0)]
-            column += len(text)
-        for char in text if not text.isascii() else "":
-            char_cells = span_width(char)
-            if start <= column and column + char_cells <= end:
-                part += char
-            elif column < end and column + char_cells > start:
-                part += " " * (min(column + char_cells, end) - max(column, start))
-            column += char_cells
-        if part:
-            cropped.append((part, style))
-    return cropped
+    cells = row_cells(row)
+    cropped = cells[start:end]
+    if cropped and not cropped[0][0]:
+        cropped[0] = (" ", cropped[0][1])
+    if cropped and end < len(cells) and not cells[end][0]:
+        cropped[-1] = (" ", cropped[-1][1])
+    return merge_spans(cropped)
 
 
 def join_left_right(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:
@@ -164,22 +175,13 @@ def draw_frame(
         row = rows[index] if index < len(rows) else []
         framed.append([(side, style), (" ", ""), *fit_row(row, width - 4, glyphs.more), (" ", ""), (side, style)])
     rows_below = len(rows) - inner_height
-    if rows_below > 0 or rows_above:
-        below_text = f"{rows_below} more {glyphs.down}" if rows_below > 0 else ""
-        scroll_note = (
-            " " + ", ".join(part for part in (f"{rows_above} above" if rows_above else "", below_text) if part) + " "
-        )
-        framed.append(
-            [
-                (bottom_left + line * max(width - 3 - span_width(scroll_note), 0), style),
-                (scroll_note, "dim"),
-                (line + bottom_right, style),
-            ]
-        )
-        framed[-1] = fit_row(framed[-1], width, "")
-    else:
-        framed.append([(bottom_left + line * (width - 2) + bottom_right, style)])
-    return framed
+    notes = [f"{rows_above} above"] if rows_above else []
+    if rows_below > 0:
+        notes.append(f"{rows_below} more {glyphs.down}")
+    note = f" {', '.join(notes)} " if notes else ""
+    line_cells = max(width - 3 - span_width(note), 0)
+    bottom = [(bottom_left + line * line_cells, style), (note, "dim"), (line + bottom_right, style)]
+    return [*framed, fit_row(bottom, width, "")]
 
 
 def draw_frame_title(

@@ -33,9 +33,6 @@ _ESCAPE_POLLS = 2
 """After this many looks without input, an escape is the key."""
 _UNFINISHED_POLLS = 20
 """After this many looks without input, an open sequence is dropped, and an open paste counts as finished."""
-_MAX_QUEUED_MESSAGES = 32
-"""If more messages wait for the application, keys are dropped, so that it answers ctrl+c soon."""
-_URGENT_KEYS = ("ctrl+c", "ctrl+z")
 _PASTE_START, _PASTE_END = "\x1b[200~", "\x1b[201~"
 # OSC, DCS, APC, PM and SOS with their text; an X10 mouse report; CSI, which begins F1 to F5 of the Linux console with
 # two brackets; SS3; ST; alt with a key that switches, pauses or stops the training.
@@ -144,11 +141,8 @@ class TerminalDriver(LinuxDriver):
                 self.process_message(message)
 
     def process_message(self, message: Message) -> None:
-        """Send a message to the application, except mouse moves, and keys that come faster than it can handle."""
-        may_drop = isinstance(message, Key) and message.key not in _URGENT_KEYS
-        if not isinstance(message, MouseMove) and not (
-            may_drop and self._monitor.message_queue_size > _MAX_QUEUED_MESSAGES
-        ):
+        """Send a message to the application, except mouse moves."""
+        if not isinstance(message, MouseMove):
             super().process_message(message)
 
     def _query_in_band_window_resize(self) -> None:

@@ -3,7 +3,8 @@
 This is a state machine over characters. It takes its input in pieces; the result does not depend on where they are
 cut. It handles CR, LF, BS, TAB, erase in line and below, cursor up, down, left, right and to a column, and colors
 (SGR). It drops every other control and every other whole sequence (OSC, DCS, CSI and so on). Lines do not wrap, and
-the cursor moves no further up than on a terminal of MAX_CHANGING_ROWS rows.
+the cursor moves no further up than on a terminal of MAX_CHANGING_ROWS rows. A wide character takes one column, because
+programs that draw bars write whole lines.
 
 Existing libraries do not fit: pyte handles 2,200 lines a second and takes 356 MB for 20,000 lines, and bittty cannot
 show earlier rows (measured).
@@ -22,11 +23,11 @@ from rich.style import Style
 
 from dpmon.sanitize import displayable_char
 from dpmon.text.cells import char_width
-from dpmon.ui.styled_rows import Row, Span, merge_spans, plain_text
+from dpmon.ui.styled_rows import Row, merge_spans, plain_text
 from dpmon.ui.terminal_style import ATTRIBUTES
 
 MAX_LINE_CELLS = 1000
-"""Most cells of a line, more than a screen has; the rest is dropped and marked."""
+"""Most cells of a line, more than a screen has; the rest is dropped."""
 MAX_CHANGING_ROWS = 100
 """Rows that can still change."""
 _MAX_MARKS = 2
@@ -42,22 +43,20 @@ _TOKEN = re.compile(
 )
 _STRING_END = re.compile(r"\x1b\\|[\x07\x9c]|(?=[\n\x1b])")
 _UNFINISHED_SEQUENCE = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8})\Z")
-_MAX_UNFINISHED_CHARS = 80
 
 
 class TerminalLine:
-    """One row of cells: a character with its marks, and its style. The right half of a wide character is empty.
+    """One row of cells: a character with its marks, and its style. A wide character is one cell, too.
 
     A row has no cells until something changes it.
     """
 
-    __slots__ = ("_cells", "_row", "is_truncated")
+    __slots__ = ("_cells", "_row")
 
     def __init__(self, text: str = "") -> None:
         """Start with `text`, which is plain ASCII."""
         self._cells: Row = []
         self._row: Row | None = [(text, "")] if text else None
-        self.is_truncated = False
 
     def __bool__(self) -> bool:
         return bool(self._cells or self._row)
@@ -70,28 +69,19 @@ class TerminalLine:
         return self._cells
 
     def put(self, column: int, chars: Sequence[str], style: str) -> None:
-        """Write characters from `column` on; cut halves of wide characters become blanks."""
+        """Write characters from `column` on."""
         cells = self._cells_to_change()
         cells += [(" ", "")] * (column - len(cells))
-        end = column + len(chars)
-        if 0 < column < len(cells) and _is_right_half(cells[column]):
-            _, left_style = cells[column - 1]
-            cells[column - 1] = (" ", left_style)
-        if end < len(cells) and _is_right_half(cells[end]):
-            _, right_style = cells[end]
-            cells[end] = (" ", right_style)
         styled_chars = {char: (char, style) for char in chars}  # a page of long rows has a million cells
-        cells[column:end] = [styled_chars[char] for char in chars]
+        cells[column : column + len(chars)] = [styled_chars[char] for char in chars]
 
     def add_combining_mark(self, column: int, mark: str) -> None:
         """Add a combining mark to the character before `column`, if it fits."""
         cells = self._cells_to_change()
-        if not 0 < column <= len(cells):
-            return
-        column -= 2 if _is_right_half(cells[column - 1]) and column > 1 else 1
-        char, style = cells[column]
-        if char and len(char) <= _MAX_MARKS:
-            cells[column] = (char + mark, style)
+        if 0 < column <= len(cells):
+            char, style = cells[column - 1]
+            if len(char) <= _MAX_MARKS:
+                cells[column - 1] = (char + mark, style)
 
     def erase(self, erase_code: int, column: int) -> None:
         """Erase to the end (0), from the beginning (1), or the whole line (2)."""
@@ -105,22 +95,10 @@ class TerminalLine:
     def row(self) -> Row:
         """Return the row without blanks at its end."""
         if self._row is None:
-            row = merge_spans(self._cells)
-            if row:
-                last_text, last_style = row.pop()
-                if not last_style:
-                    last_text = last_text.rstrip(" ")
-                if self.is_truncated and last_text:
-                    last_text = last_text[:-1] + "…"
-                row.append((last_text, last_style))
-            self._row = row
+            self._row = merge_spans(self._cells)
+            if self._row and not self._row[-1][1]:
+                self._row[-1] = (self._row[-1][0].rstrip(" "), "")
         return self._row
-
-
-def _is_right_half(cell: Span) -> bool:
-    """Return whether a cell is the right half of a wide character."""
-    char, _ = cell
-    return not char
 
 
 class TerminalPage:
@@ -143,7 +121,7 @@ class TerminalPage:
         """Interpret more bytes."""
         text = self._unfinished + self._decoder.decode(data)
         self._unfinished = ""
-        unfinished = _UNFINISHED_SEQUENCE.search(text, max(len(text) - _MAX_UNFINISHED_CHARS, 0))
+        unfinished = _UNFINISHED_SEQUENCE.search(text)
         if unfinished is not None:
             self._unfinished = unfinished[0]
             text = text[: unfinished.start()]
@@ -189,10 +167,7 @@ class TerminalPage:
     def _put_text(self, text: str) -> None:
         line = self.lines[self.cursor_row]
         cells = list(text) if text.isascii() else self._text_cells(text, line)
-        free_cells = MAX_LINE_CELLS - self.cursor_column
-        if len(cells) > free_cells:
-            line.is_truncated = True
-            del cells[max(free_cells, 0) :]
+        del cells[max(MAX_LINE_CELLS - self.cursor_column, 0) :]
         if cells:
             line.put(self.cursor_column, cells, self._style)
             self.cursor_column += len(cells)
@@ -203,14 +178,12 @@ class TerminalPage:
             display_char = displayable_char(char)
             if not display_char:
                 continue
-            cell_count = char_width(display_char)
-            if cell_count and not unicodedata.combining(display_char):
-                cells += [display_char, ""] if cell_count == 2 else [display_char]
-            elif cells:
-                last_index = -1 if cells[-1] or len(cells) < 2 else -2
-                cells[last_index] += display_char if len(cells[last_index]) <= _MAX_MARKS else ""
-            else:
+            if char_width(display_char) and not unicodedata.combining(display_char):
+                cells.append(display_char)
+            elif not cells:
                 line.add_combining_mark(self.cursor_column, display_char)
+            elif len(cells[-1]) <= _MAX_MARKS:
+                cells[-1] += display_char
         return cells
 
     def _line_feed(self) -> None:

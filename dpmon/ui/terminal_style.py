@@ -12,7 +12,7 @@ from rich.style import Style
 from dpmon.config import THEMES
 from dpmon.record.schema import PHASES
 from dpmon.text.cells import needs_ascii
-from dpmon.text.palettes import PALETTES, Palette, palette_of
+from dpmon.text.palettes import Palette, palette_of
 
 LETTERS: Mapping[str, str] = {phase.display_name: phase.letter for phase in PHASES}
 """The letter of each phase; "other" has a dot."""
@@ -214,8 +214,6 @@ class TerminalStyle:
     """One of `dpmon.config.THEMES`."""
     only_ascii: bool = False
     """Whether the terminal shows only ASCII."""
-    only_mono: bool = False
-    """Whether the terminal has no colors."""
     has_few_colors: bool = False
     """Whether the terminal has sixteen colors."""
 
@@ -232,29 +230,16 @@ class TerminalStyle:
         return palette_of(self.theme).background
 
     def with_next_theme(self) -> TerminalStyle:
-        """Return the style of the next theme that this terminal can show."""
-        later_themes = THEMES[THEMES.index(self.theme) + 1 :] + THEMES
-        possible_themes = (
-            theme
-            for theme in later_themes
-            if not (self.only_mono and theme in PALETTES) and not (self.only_ascii and theme == "ascii")
-        )
-        return make_style(
-            next(possible_themes),
-            only_ascii=self.only_ascii,
-            only_mono=self.only_mono,
-            has_few_colors=self.has_few_colors,
-        )
+        """Return the style of the next theme."""
+        next_theme = THEMES[(THEMES.index(self.theme) + 1) % len(THEMES)]
+        return make_style(next_theme, only_ascii=self.only_ascii, has_few_colors=self.has_few_colors)
 
 
-def make_style(
-    theme: str, *, only_ascii: bool = False, only_mono: bool = False, has_few_colors: bool = False
-) -> TerminalStyle:
-    """Return the style of a theme on a terminal, which may have only ASCII, no colors or only sixteen."""
-    is_mono = theme == "mono" or only_mono
+def make_style(theme: str, *, only_ascii: bool = False, has_few_colors: bool = False) -> TerminalStyle:
+    """Return the style of a theme on a terminal, which may have only ASCII or only sixteen colors."""
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if is_mono else build_styles(palette_of(theme, has_few_colors), fills_chips=not glyphs.ascii)
-    return TerminalStyle(glyphs, styles, not is_mono, theme, only_ascii, only_mono, has_few_colors)
+    styles = MONO if theme == "mono" else build_styles(palette_of(theme, has_few_colors), fills_chips=not glyphs.ascii)
+    return TerminalStyle(glyphs, styles, theme != "mono", theme, only_ascii, has_few_colors)
 
 
 def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> TerminalStyle:
@@ -264,11 +249,9 @@ def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | 
     setting of their own.
     """
     terminal = environ.get("TERM", "")
-    only_ascii = needs_ascii(environ, encoding)
-    only_mono = terminal.startswith(("vt1", "vt2", "dumb"))
     if theme is None:
-        theme = "mono" if environ.get("NO_COLOR") or only_mono else "dark"
-    return make_style(theme, only_ascii=only_ascii, only_mono=only_mono, has_few_colors=_has_sixteen_colors(environ))
+        theme = "mono" if environ.get("NO_COLOR") or terminal.startswith(("vt1", "vt2", "dumb")) else "dark"
+    return make_style(theme, only_ascii=needs_ascii(environ, encoding), has_few_colors=_has_sixteen_colors(environ))
 
 
 def _has_sixteen_colors(environ: Mapping[str, str]) -> bool:

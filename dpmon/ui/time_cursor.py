@@ -26,6 +26,8 @@ class TimeCursor:
     """How much faster than real time it plays."""
     present_ns: int = 0
     """The newest time that can be shown: now, or the end of the run."""
+    recorded_ns: int = 0
+    """The time until which the records of the run are complete; a freeze keeps it."""
     has_ended: bool = False
     """Whether the run has ended, whatever time is shown."""
 
@@ -56,15 +58,18 @@ class TimeCursor:
 
     def freeze(self) -> TimeCursor:
         """Return the cursor of a frozen picture."""
-        return replace(self, time_ns=self.present_ns, frozen_ns=self.present_ns)
+        return replace(self, time_ns=self.recorded_ns, frozen_ns=self.recorded_ns)
 
     def seek(self, time_ns: int) -> TimeCursor:
         """Return the cursor at another time: playing or stopped as before, or looking back in a live run."""
-        is_playback = self.is_playback or self.has_ended
-        frozen_ns = None if is_playback else self.frozen_ns or self.present_ns
-        if time_ns >= (frozen_ns or self.present_ns):
+        if self.is_playback or self.has_ended:
+            if time_ns >= self.present_ns:
+                return self.return_to_present()
+            return replace(self, time_ns=max(time_ns, 0), frozen_ns=None, is_playback=True)
+        frozen_ns = self.recorded_ns if self.frozen_ns is None else self.frozen_ns
+        if time_ns >= frozen_ns:
             return self.return_to_present()
-        return replace(self, time_ns=max(time_ns, 0), frozen_ns=frozen_ns, is_playback=is_playback)
+        return replace(self, time_ns=max(time_ns, 0), frozen_ns=frozen_ns)
 
     def play(self) -> TimeCursor:
         """Return the cursor of a playback that plays."""

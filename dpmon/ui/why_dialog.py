@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from dpmon.ui.screen_data import ScreenData, no_progress_text
 from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_style import TerminalStyle
 
-_REQUEST_INTERVAL_S = 5.0
+REQUEST_INTERVAL_S = 5.0
+"""Seconds from a reply to the next request."""
 
 
 class WhyDialog(TextPages):
@@ -38,7 +38,6 @@ class WhyDialog(TextPages):
         )
         super().__init__(f"Why{title_suffix}", self._reply_rows, style)
         self._screen_data, self._directory, self._recorded = screen_data, directory, recorded
-        self._is_requesting, self._reply_monotonic_s = recorded is None, time.monotonic()
         self._reply: StallReport | str = recorded or "asking the training processes ..."
 
     def _reply_rows(self, width: int) -> list[Row]:
@@ -64,16 +63,7 @@ class WhyDialog(TextPages):
 
     def show_reply(self, problem: str | None) -> None:
         """Show the reply, or why there is none."""
-        self._is_requesting, self._reply_monotonic_s = False, time.monotonic()
         self._reply = self._reply if problem is None else problem
         if not self.is_closed:
+            self.title_text = f"Why (as of {format_elapsed(self._screen_data().now_ns)})"
             self.draw()
-
-    def refresh_age(self) -> bool:
-        """Draw the age of the reply. Return whether it is time for a new request."""
-        age_s = time.monotonic() - self._reply_monotonic_s
-        self.title_text = f"Why (as of {age_s:.0f} s ago)"
-        self.draw()
-        is_due = not self._is_requesting and age_s >= _REQUEST_INTERVAL_S and not self._screen_data().is_over
-        self._is_requesting = self._is_requesting or is_due
-        return is_due

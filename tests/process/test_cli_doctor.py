@@ -20,7 +20,7 @@ def checks_of(dpmon: Dpmon, *words: object, **env: str) -> tuple[int, dict[str, 
 def test_doctor_finds_that_tracing_works(dpmon: Dpmon, tmp_path: Path) -> None:
     status, checks = checks_of(dpmon, TMPDIR=str(tmp_path))
     assert checks["tracing"]["state"] == "ok", checks
-    assert "a child's calls are in its record" in checks["tracing"]["found"]
+    assert "the calls of a short run are in its record" in checks["tracing"]["found"]
     assert sys.version.split()[0] in checks["Python"]["found"]
     assert checks["NVML"]["state"] in ("ok", "warning")
     assert status == int(any(check["state"] == "problem" for check in checks.values()))
@@ -34,7 +34,7 @@ def test_doctor_finds_a_python_that_hides_the_tracer(dpmon: Dpmon, tmp_path: Pat
     deaf.chmod(0o755)
     status, checks = checks_of(dpmon, "--python", deaf)
     assert status == 1
-    assert "sitecustomize did not run" in checks["tracing"]["found"]
+    assert "nothing was traced: no Python process of the run imported torch" in checks["tracing"]["found"]
     assert "neither -I nor -E" in checks["tracing"]["remedy"]
 
 

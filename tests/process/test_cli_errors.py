@@ -63,8 +63,8 @@ def test_a_file_that_is_no_program(dpmon: Dpmon) -> None:
     [
         (["--bogus", "script.py"], "unknown option --bogus"),
         (["-x", "script.py"], "unknown option -x"),
-        (["--replicas", "0", "script.py"], "--replicas: expected a number from 1 to 4096, not '0'"),
-        (["--replicas", "-1", "script.py"], "--replicas: expected a number from 1 to 4096, not '-1'"),
+        (["--replicas", "0", "script.py"], "--replicas: expected a number from 1 to 9999, not '0'"),
+        (["--replicas", "-1", "script.py"], "--replicas: expected a number from 1 to 9999, not '-1'"),
         (["--replicas=-1", "script.py"], "not '-1'"),
         (["--replicas", "x", "script.py"], "not 'x'"),
         (["--replicas", "1.5", "script.py"], "not '1.5'"),

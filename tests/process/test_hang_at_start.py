@@ -10,7 +10,7 @@ import pytest
 
 from dpmon.cli.commands import ls
 from dpmon.cli.status_stream import ProgressReporter
-from dpmon.report import report_text
+from dpmon.report.plain_text import report_text
 from dpmon.run.run_reader import RunReader
 from support.run_harness import Dpmon, wait_for
 

@@ -459,7 +459,19 @@ def eventful_training(chance: random.Random, process: int) -> Iterator[list[Row]
     training = Training(process=process, rank=process, step_ns=75_000_000, batch=30, seed=process)
     first, *others = training.begin()
     yield [with_event_data(first, pid=4242 + process), *others]
-    yield [Event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
+    yield [
+        Event(
+            "ddp",
+            {
+                "process": process,
+                "rank": process,
+                "wrapper": 0,
+                "root": "Model",
+                "t_s": training.now / SECOND,
+                "group": [0, 1],
+            },
+        )
+    ]
     passes = 0
     for number in range(150):
         what = chance.random()

@@ -571,6 +571,6 @@ def append_to(lines: list[bytes]) -> Callable[[bytes], bool]:
 
 def fake_status_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
     """Return the part of a reader that the lines need."""
-    info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
+    info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train", options={})
     nothing = {"startup_stage": lambda: None, "input_wait_start_ns": lambda: None, "pause_state": lambda: PauseState()}
     return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)

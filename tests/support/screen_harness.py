@@ -248,7 +248,7 @@ class ManualClock:
 async def open_playback(
     directory: Path, clock: ManualClock, size: tuple[int, int] = (120, 40)
 ) -> AsyncIterator[tuple[Monitor, Pilot[str]]]:
-    app = Monitor(directory, STYLE, refresh=600, is_playback=True)
+    app = Monitor(directory, STYLE, refresh=600)
     app.live_run._clock = clock
     async with app.run_test(size=size) as pilot:
         await pilot.pause()

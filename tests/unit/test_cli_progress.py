@@ -82,7 +82,7 @@ def test_ranks_step_together(state: Path) -> None:
 def test_ranks_have_no_mode(state: Path) -> None:
     who = {"process": 0, "t_s": 0.0}
     steps = [step(1, mode="single"), step(2, mode="single")]
-    assert line([Event("process", {**who, "world": 2}), *steps]).endswith("samples/s")
+    assert line([Event("process", {**who, "rank": 0, "world": 2}), *steps]).endswith("samples/s")
     assert line([Event("process", {**who, "world": 1}), *steps]).endswith("  single")
 
 

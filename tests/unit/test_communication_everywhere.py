@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from dpmon.supervise.prometheus_file import PrometheusFile
 from support.format_readers import read_trace, report_json_of
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
-from support.run_harness import append_to
+from support.run_harness import append_to, fake_status_reader
 
 HELD_UP = "rank 1 delays the others by 6.00 ms per step (34%): its data takes 6.40 ms, others 400 µs"
 STEPS = 100
@@ -53,9 +52,9 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     head, *rows = (" ".join(line.split()) for line in text[at + 1 : at + 4])
     assert head == "mean per step data forward backward exposed wait slowest in"
     assert rows[0] == "rank 0 of 3 400 µs 3.10 ms 5.00 ms 2.10 ms 6.00 ms 0%"
-    assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0.00 µs 100%"
+    assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0 100%"
     made = render_page(build_document(story))
-    for said in ("Communication", "Where step time of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
+    for said in ("Communication", "mean per step", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
         assert said in made
     found = json.loads(json.dumps(report_json_of(story)))
     told = found["communication"]
@@ -128,7 +127,7 @@ def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
 
 
 def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
-    reader: Any = SimpleNamespace(directory=a_run(None), activities=dict, info=SimpleNamespace(start_ns=0))
+    reader = fake_status_reader(a_run(None))
     assert (
         ProgressReporter(reader).line().endswith("  others wait for rank 1: 6.00 ms (34%), data 6.40 ms, others 400 µs")
     )

@@ -166,7 +166,7 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     assert "alternate them" in " ".join(" ".join(text_lines(build_document(*later))).split())
     assert later.outcome.startswith("inconclusive: too few runs (3 vs. 1)")
     equal = compared(a[::2], b[:0] + a[1::2])
-    assert equal.outcome.startswith("inconclusive: too few runs (3 vs. 2): 1 ordering in 10 separates")
+    assert equal.outcome.startswith("inconclusive: too few runs (3 vs. 2); from ")
 
 
 def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Path) -> None:
@@ -305,6 +305,18 @@ def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     ).found.differences == [("machine", ", ".join(names), "a, b, c, d and 2 more")]
 
 
+def test_a_run_that_only_evaluates_is_compared_and_the_kind_of_steps_differs(state: Path) -> None:
+    training = Training(mode="single", step_ns=SECOND // 40)
+    rows = [*training.begin(), *(row for _ in range(400) for row in training.step(evaluates=True))]
+    evaluation = write_run_directory({0: rows}, seconds=training.now / SECOND)
+    found = compared([a_run(1)], [evaluation]).found
+    assert found.differences == [("kind of steps", "training", "evaluation")]
+    assert found.missing is None
+    change = found.compared["step"].change
+    assert change is not None
+    assert change.sign == -1
+
+
 def test_a_switched_mode_is_the_first_difference(state: Path) -> None:
     training = Training(mode="single", step_ns=SECOND // 20)
     rows = [*training.begin(), *training.run(60), *training.switch("dp"), *training.run(40)]
@@ -323,10 +335,10 @@ def test_short_runs_have_no_interval(state: Path) -> None:
     )
     equal = compared([a_run(1, steps=45)], [a_run(1, steps=45)]).outcome
     assert re.match(
-        r"inconclusive: [34] vs\. [34] parts of 1 s have no 95% interval; from .* \[-",
+        r"inconclusive: too few parts of 1 s \([34] vs\. [34]\) for a 95% interval; from .* \[-",
         equal,
     )
-    assert "the runs are too short: " in compared([a_run(1, steps=30)], [a_run(2, steps=30)]).outcome
+    assert "too few parts of 1 s (" in compared([a_run(1, steps=30)], [a_run(2, steps=30)]).outcome
 
 
 def test_runs_without_steps_or_with_few(state: Path) -> None:

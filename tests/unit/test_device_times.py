@@ -20,9 +20,10 @@ from dpmon.export.perfetto import write_trace
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import UNTIMED, Call, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
-from dpmon.report import collect_report_data, report_text
 from dpmon.report.html_page import render_page
+from dpmon.report.plain_text import report_text
 from dpmon.report.plots import build_plots
+from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
@@ -94,7 +95,7 @@ def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
     assert second["device_median_ms"] == NEAR(10.0)
     assert 0 < first["median_ms"] < 1, "that of the host is another"
     head, one, two = cells(report_text(directory, 64), "REPLICAS")
-    assert head[:6] == ["device", "calls", "median", "p95", "on", "device"]
+    assert head[:7] == ["device", "calls", "host", "time", "p95", "on", "device"]
     assert (one[2], one[-2:]) == ("cuda:0", ["5.00", "ms"])
     assert (two[2], two[-2:]) == ("cuda:1", ["9.99", "ms"])
     wide = [line for line in report_text(directory, 120) if "Model 1" in line]

@@ -231,10 +231,6 @@ PLACES = {
         lambda directory: on_screen(directory, LiveRun(directory, lambda: RunReader(directory)))[0],
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
-    "playback": Place(
-        lambda directory: on_screen(directory, LiveRun(directory, lambda: RunReader(directory), is_playback=True))[0],
-        LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
-    ),
 }  # fmt: skip
 """Figures of each place: for steps, and for each phase."""
 
@@ -242,7 +238,7 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_a_figure_is_the_same_wherever_it_is_shown(run: Path, name: str) -> None:
     place = PLACES[name]
-    expected = wanted(run, place, rest=name in ("screen", "playback"))
+    expected = wanted(run, place, rest=name == "screen")
     assert {key[:2] for key in expected} == set(place.modes)
     assert {key[3] for key in expected if key[2] == STEP} == set(place.of_step)
     assert {key[3] for key in expected if key[2] != STEP} == set(place.of_phase)
@@ -309,17 +305,17 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     assert together is not None
     said = last_line(run)
     assert {name: said[name] for name in rate_to_json(None)} == rate_to_json(together)
-    for feed in (LiveRun(run, lambda: RunReader(run)), LiveRun(run, lambda: RunReader(run), is_playback=True)):
-        text = on_screen(run, feed)[1]
-        rate, *within = format_samples_per_s(together).split(" (")
-        parts = [
-            f"mean {rate} samples/s",
-            *(f"({w}" for w in within),
-            f"{format_compact(together.steps_per_s)} steps/s",
-        ]
-        assert "  ".join(parts) in text
-        (shown,) = re.findall(r"^samples/s +(\S+) +(\S+)", text, re.M)
-        assert shown == tuple(format_compact(rate.samples_per_s) for rate in each.values() if rate is not None)
+    feed = LiveRun(run, lambda: RunReader(run))
+    text = on_screen(run, feed)[1]
+    rate, *within = format_samples_per_s(together).split(" (")
+    parts = [
+        f"mean {rate} samples/s",
+        *(f"({w}" for w in within),
+        f"{format_compact(together.steps_per_s)} steps/s",
+    ]
+    assert "  ".join(parts) in text
+    (shown,) = re.findall(r"^samples/s +(\S+) +(\S+)", text, re.M)
+    assert shown == tuple(format_compact(rate.samples_per_s) for rate in each.values() if rate is not None)
 
 
 def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
@@ -410,16 +406,16 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         "single": 5000 + 4500 - 10,
         "dp": 500 + 3000 - 10,
     }
-    for feed in (LiveRun(long, lambda: RunReader(long)), LiveRun(long, lambda: RunReader(long), is_playback=True)):
-        feed.start()
-        feed.refresh()
-        assert feed.exit_info is not None
-        found, text = judged(feed)
-        assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
-        assert verdict_sentence(found) == verdict_sentence(said)
-        sentence = verdict_sentence(found)
-        assert sentence is not None
-        assert sentence in text
-        assert found.speedup is not None
-        assert found.speedup == said.speedup
-        feed.close()
+    feed = LiveRun(long, lambda: RunReader(long))
+    feed.start()
+    feed.refresh()
+    assert feed.exit_info is not None
+    found, text = judged(feed)
+    assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
+    assert verdict_sentence(found) == verdict_sentence(said)
+    sentence = verdict_sentence(found)
+    assert sentence is not None
+    assert sentence in text
+    assert found.speedup is not None
+    assert found.speedup == said.speedup
+    feed.close()

@@ -146,7 +146,8 @@ def test_the_screen_draws_its_first_picture_before_it_loads_queries_and_the_fact
         "dpmon.store.store_queries",
         "dpmon.model.snapshot_builder",
         "dpmon.model.run_analysis",
-        "dpmon.report",
+        "dpmon.report.report_data",
+        "dpmon.report.sections",
     )
     assert not [name for name in added if name.startswith(later)]
 

@@ -317,7 +317,7 @@ def test_the_mirror_is_named_by_an_id_that_was_checked(monkeypatch: pytest.Monke
         (["ls", "--host", "-x"], "--host: expected one argument"),
         (["ls", "--host=-x"], "'-x' is not a valid node name"),
         (["ls", "--hosts", "a[1-"], "is not a list of nodes"),
-        (["report", "--host", "a"], "--host works with attach and ls only"),
+        (["report", "--host", "a"], "unknown option --host"),
     ],
 )
 def test_a_wrong_command_line_has_a_sentence(

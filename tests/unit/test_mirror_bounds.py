@@ -68,7 +68,15 @@ def makers(table: str, size: int) -> list[Callable[[int], Any]]:
         "start_s": lambda n: (ORIGIN_S + n % 900) // WIDTHS[n % 3] * WIDTHS[n % 3],
         "device": lambda n: n % 8 if table == "device_rollups" else None,
         "kind": lambda n: ("device", "process", "warning")[n % 3] if table == "events" else 0,
-        "json": lambda n: f'{{"kind":"{("device", "process", "warning")[n % 3]}","t_s":1,"text":"{text}"}}',
+        "json": lambda n: json.dumps(
+            {
+                "kind": ("device", "process", "warning")[n % 3],
+                "process": n % PROCESSES,
+                "device": n % 8,
+                "t_s": 1,
+                "text": text,
+            }
+        ),
         "value": lambda n: f'["{text}"]',
         "sizes": lambda n: f"[{n}, {values}]",
         "number": lambda n: n % KEYS if table == "keys" else n,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.cli.headless import LogCopier
+from dpmon.cli.headless import DescriptorWriter, LogCopier
 from dpmon.supervise import output_space
 from dpmon.supervise.output_space import KEPT_BYTES, OutputSpaceReserver
 
@@ -75,7 +75,7 @@ def test_a_slow_foreground_says_what_it_missed(
     lines = [b"line %08d\n" % number for number in range(480_000)]
     missed: list[str] = []
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
-        stream = LogCopier(log, stdout.fileno())
+        stream = LogCopier(log, DescriptorWriter(stdout.fileno()))
         for first in (0, 240_000):
             script.write(b"".join(lines[first : first + 200_000]))
             assert stream.copy_chunk()  # a part of it
@@ -99,7 +99,7 @@ def test_a_foreground_in_time_misses_nothing(tmp_path: Path) -> None:
     output = OutputSpaceReserver([log], lambda text: None)
     lines = [b"line %08d\n" % number for number in range(240_000)]
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
-        stream = LogCopier(log, stdout.fileno())
+        stream = LogCopier(log, DescriptorWriter(stdout.fileno()))
         script.write(b"".join(lines[:160_000]))
         assert copy_all(stream) == []
         script.write(b"".join(lines[160_000:200_000]))

@@ -20,12 +20,12 @@ from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import DDP
-from dpmon.report import collect_report_data, report_text
-from dpmon.report.document import MAX_ROWS, Plot, PlotSeries, Table
+from dpmon.report.document import MAX_ROWS, Plot, PlotSeries, Table, TimeSpan
 from dpmon.report.health import read_health
 from dpmon.report.html_page import WIDTH, render_page, render_plot
-from dpmon.report.plain_text import text_lines
+from dpmon.report.plain_text import report_text, text_lines
 from dpmon.report.plots import build_plots
+from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
@@ -177,7 +177,7 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
     assert "throttled" in {finding.kind for finding in story.findings}
     assert "GPU 1 (cuda:0) NVIDIA H200" in "\n".join(report_text(directory, 80))
-    assert {plot.name for plot in build_plots(story.run)} >= {"use", "memory", "replicas"}
+    assert {plot.name for plot in build_plots(story.run)} >= {"use", "memory"}
 
 
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
@@ -251,7 +251,7 @@ def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
     rows = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
     own = [device_event(t / 10, index) for t in range(60) for index in (0, 1)]
     found = HtmlPage(render_page(build_document(collect_report_data(write_run_directory({0: rows, -1: own})))))
-    assert found.tags["svg"] == 7
+    assert found.tags["svg"] == 5
     check_page_is_offline(found)
 
 
@@ -265,7 +265,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
     rows += [*training.switch("dp"), *training.run(200)]
     own = [host_event(float(t)) for t in range(1, 80)]
     made = build_plots(collect_report_data(write_run_directory({0: rows, -1: own}, seconds=200.0)).run)
-    timed = [plot for plot in made if plot.time_span is not None]
+    timed = made
     assert [plot.name for plot in timed] == ["step-time", "speed", "phases", "use", "memory"]
     (time_of,) = {id(plot.time_span): plot.time_span for plot in timed}.values()
     assert time_of is not None
@@ -307,11 +307,9 @@ def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
 def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     made, _ = ddp_rank_rows(70, slow=68, phase="data", steps=60)
     story = collect_report_data(write_run_directory(made))
-    drawn_plots = [plot for plot in build_plots(story.run) if plot.name in ("waits", "ranks")]
-    assert len(drawn_plots) == 2
-    for plot in drawn_plots:
-        assert plot.rows == [f"rank {rank}" for rank in (*range(63), 68)], plot.name
-        assert plot.note.endswith("; 6 ranks omitted")
+    (plot,) = [plot for plot in build_plots(story.run) if plot.name == "waits"]
+    assert plot.rows == [f"rank {rank}" for rank in (*range(63), 68)], plot.name
+    assert plot.note.endswith("; 6 ranks omitted")
     tables = [part for section in build_document(story).sections for part in section.parts if isinstance(part, Table)]
     shown = [[row[0] for row in table.rows[:MAX_ROWS]] for table in tables if len(table.rows) == 70]
     assert shown == [[f"rank {rank} of 70" for rank in (*range(39), 68)]]
@@ -333,7 +331,7 @@ def test_the_page_of_a_day_is_small(state: Path) -> None:
             )
         )
     )
-    assert text.count("<svg") == 9
+    assert text.count("<svg") == 7
     assert len(text.encode()) < 1_500_000
 
 
@@ -595,7 +593,7 @@ def svg_of(plot: Plot) -> ElementTree.Element:
 
 def lines(*values: float | None) -> Plot:
     points = [(at, at + 1, y) for at, y in enumerate(values) if y is not None]
-    return Plot("p", "P", "", [PlotSeries("s", "#000000", points, "steps")], "ms")
+    return Plot("p", "P", "", [PlotSeries("s", "#000000", points, "steps")], "ms", time_span=TimeSpan(0, len(values)))
 
 
 def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
@@ -606,22 +604,11 @@ def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
     few = "".join(svg_of(lines(10.0, 11.0, 230.0, 45_000.0)).itertext())  # means and longest steps of two modes
     assert "1 higher, up to 45,000: cut" in few.replace("45000", "45,000")
     assert "400" in few, "the axis"
-    rows = Plot(
-        "p", "P", "", [PlotSeries("s", "#000000", [(r, r, y) for r, y in enumerate((1, 1, 1, 9))], "bars")], "ms"
-    )
-    assert "cut" not in "".join(svg_of(rows._replace(rows=["a", "b", "c", "d"])).itertext()), "the slow one is shown"
 
 
-def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
+def test_the_page_of_ranks_is_small_and_its_links_are_its_sections(state: Path) -> None:
     made, _ = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     story = collect_report_data(write_run_directory(made))
-    (plot,) = [plot for plot in build_plots(story.run) if plot.name == "ranks"]
-    assert plot.rows == ["rank 0", "rank 1", "rank 2"]
-    by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}
-    assert by_name["data"] == [pytest.approx(ms) for ms in (0.4, 6.4, 0.4)]
-    assert by_name["wait"] == [pytest.approx(ms, abs=0.01) for ms in (6.0, 0.0, 6.0)]
-    bars = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
-    assert all(0 <= float(bar.attrib["x"]) + float(bar.attrib["width"]) <= WIDTH for bar in bars)
     text = render_page(build_document(story))
     assert len(text.encode()) < 200_000
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<h2 id=.*?>(.*?)</h2>", text)]

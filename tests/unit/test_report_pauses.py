@@ -25,9 +25,10 @@ from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.throughput import throughput_of
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
-from dpmon.report import collect_report_data, report_text
 from dpmon.report.html_page import render_page
+from dpmon.report.plain_text import report_text
 from dpmon.report.plots import build_plots
+from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
 from support.format_readers import lines_of_section, report_json_of

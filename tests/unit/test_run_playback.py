@@ -23,7 +23,7 @@ class Played:
     """A run that is played back."""
 
     def __init__(self, directory: Path, clock: ManualClock) -> None:
-        self.run = LiveRun(directory, lambda: RunReader(directory), clock, is_playback=True)
+        self.run = LiveRun(directory, lambda: RunReader(directory), clock)
         self.run.start()
         self.screen()
 
@@ -188,7 +188,7 @@ def test_stages_of_the_time_before_the_first_batch(played: Played) -> None:
 
 # ------------------------------------------------------------------------------------------------ the cursor alone
 
-NOW = TimeCursor(present_ns=60 * SECOND)
+NOW = TimeCursor(present_ns=60 * SECOND, recorded_ns=60 * SECOND)
 ENDED = replace(NOW, has_ended=True)
 
 

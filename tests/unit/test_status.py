@@ -111,7 +111,8 @@ def test_the_status_of_a_run_that_is_over(
     assert lines[0] == f"linear-{directory.name[-4:]}  {says}"
     if own:
         assert lines.pop(1) == "  ended in a stall of 20.0 s: rank 1 in save (t.py:3)"
-    assert lines[1].startswith("  step 40  dp")
+    assert lines[1].startswith("  step 40  ")
+    assert lines[1].endswith("  dp (virtual)")
     assert "samples/s" in lines[1]
     assert main(["status", ""]) == 4, "an empty name, as after a failed start, is no run"
     capsys.readouterr()

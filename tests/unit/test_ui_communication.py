@@ -12,14 +12,13 @@ from dpmon.model.communication import Wrapper, build_communication, format_opera
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.record_types import BUCKET, Collective, Operation
-from dpmon.run.run_reader import PauseState
 from dpmon.store.collectives import CollectiveSums, LastSample
 from dpmon.store.tally import Tally
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_stall
 from dpmon.ui.panels.panel_output import OutputView
-from dpmon.ui.panels.panel_status import render_panel, reply_message
-from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity
-from dpmon.ui.step_waterfall import bucket_row, sample_row
+from dpmon.ui.panels.panel_status import render_panel
+from dpmon.ui.screen_data import ScreenData, View, describe_activity
+from dpmon.ui.step_waterfall import _Scale, bucket_row, sample_row
 from dpmon.ui.styled_rows import plain_text
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
@@ -80,28 +79,12 @@ def stalled(facts: ScreenData, since_ns: int) -> ScreenData:
     return replace(facts, state=replace(facts.state, stalls=(seen,)))
 
 
-@pytest.mark.parametrize(("key", "what"), [("d", "switch to dp"), ("p", "pause")])
-def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) -> None:
-    facts = facts_of(3, slow=1)
-    now = facts.now_ns + 34 * SECOND
-    since = now - 27 * SECOND
-    doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
-    facts = stalled(replace(facts, now_ns=now, activities=doing), since)
-    asked: dict[str, Any] = {"mode_request": ModeRequest("dp", "pending", since)} if key == "d" else {}
-    asked |= {"pause_state": PauseState(is_requested=True, is_pending=True)} if key == "p" else {}
-    said = f"rank 1 has been in the script's own code for 27 s: it will {what} as soon as it can"
-    assert plain_text(reply_message(replace(facts, **asked), STYLE)) == said
-    assert reply_message(facts, STYLE) == []
-
-
 def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     """A straggler of the last steps is not the cause of the hang."""
     facts = facts_of(3, slow=1)
     facts = stalled(replace(facts, now_ns=facts.now_ns + 34 * SECOND), facts.now_ns)
     assert " ".join(texts(panel_stall.render_panel(full(facts), 76, 12, STYLE))) == STALL
     assert STALL in plain_text(render_panel(facts, 120, 2, STYLE)[1])
-    pending = replace(facts, mode_request=ModeRequest("dp", "pending", facts.now_ns - SECOND))
-    assert STALL in plain_text(render_panel(pending, 120, 2, STYLE)[1]), "nobody answers while it hangs"
     assert describe_activity(facts) == ("STALLED", "bad", "34 s")
 
 
@@ -150,7 +133,7 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
 def test_unknown_waits_are_shown_with_a_reason(how: dict[str, Any], reason: str) -> None:
     facts = facts_of(2, **how)
     text = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
-    assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
+    assert text[0].split() == ["rank", "device", "received", "returned", "rows", "forward", "backward", "step"]
     assert any(reason in line for line in text)
     assert sum("of 4 ranks" in line for line in text) == ("world" in how), "only one line counts the ranks"
     assert reason in " ".join(line.strip() for line in texts(panel_communication.render_panel(facts, 120, 12, STYLE)))
@@ -182,20 +165,19 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert process is not None
     timeline = last_step_timeline(process)
     assert timeline is not None
-    row = plain_text(bucket_row(timeline, 10, 100, 20e6, STYLE))
+    scale = _Scale(10, 100, 20e6, STYLE)
+    row = plain_text(bucket_row(scale, timeline))
     assert row.startswith("buckets   2 buckets ready ↓")
     line = row[10:]
     sync = next(piece for piece in timeline.main if piece.phase == "sync")
     assert line.rindex("↓") == int(sync.start_ns / 20e6 * 100)
     assert line.rindex("▤") == round(sync.end_ns / 20e6 * 100) - 1
     assert line.count("▤") - ("exposed ▤" in line) == pytest.approx(10.5, abs=1), "2.1 of 20 ms"
-    unknown = plain_text(
-        bucket_row(timeline._replace(step=timeline.step._replace(exposed_ns=None)), 10, 100, 20e6, STYLE)
-    )
+    unknown = plain_text(bucket_row(scale, timeline._replace(step=timeline.step._replace(exposed_ns=None))))
     assert "░" not in unknown
     assert "▤" not in unknown
     runs = [(BUCKET, at, 0) for at in (1_000_000, 1_000_001, 5_000_000)]
-    several = plain_text(bucket_row(timeline._replace(step=timeline.step._replace(runs=runs)), 10, 100, 20e6, STYLE))
+    several = plain_text(bucket_row(scale, timeline._replace(step=timeline.step._replace(runs=runs))))
     assert "2" in several[10:20], "two buckets in one cell"
     drawn = texts(panel_batch.render_panel(facts, 116, 16, STYLE))
     assert sum(line.startswith("buckets ") for line in drawn) == 1
@@ -226,14 +208,17 @@ def a_collective(operation: str, start: float) -> Collective:
 
 def test_the_launches_of_a_sampled_step_are_drawn() -> None:
     launched = (a_collective("all_reduce", 15), a_collective("all_reduce", 15.01), a_collective("all_reduce", 18))
-    row = plain_text(sample_row(LastSample(7, 100_000_000, 20_000_000, launched), 10, 100, 25e6, STYLE))
+    scale = _Scale(10, 100, 25e6, STYLE)
+    row = plain_text(sample_row(scale, LastSample(7, 100_000_000, 20_000_000, launched)))
     assert row.startswith("sampled   step 7: 3 all_reduce of 2 ranks ")
     assert row.endswith(" 20.0 ms")
     assert (row[10 + 60], row[10 + 72]) == ("2", "↓")
     launch = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_gather", 1),))
-    line = plain_text(sample_row(launch, 10, 100, 25e6, STYLE))[10:110]
+    line = plain_text(sample_row(scale, launch))[10:110]
     assert line.startswith("    ↓ step 7: 1 all_gather of 2 ranks ")
-    assert "step 7: 1 all_gather  " in plain_text(sample_row(launch, 10, 30, 25e6, STYLE)), "the ranks have no room"
+    assert "step 7: 1 all_gather  " in plain_text(sample_row(scale._replace(cells=30), launch)), (
+        "the ranks have no room"
+    )
 
 
 def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:

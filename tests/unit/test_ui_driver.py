@@ -11,7 +11,7 @@ from textual import events
 from textual.message import Message
 
 from dpmon.ui import terminal_driver as module
-from dpmon.ui.terminal_driver import _ESCAPE_POLLS, _UNFINISHED_POLLS, TerminalDriver, _InputParser
+from dpmon.ui.terminal_driver import _ESCAPE_POLLS, _UNFINISHED_POLLS, _InputParser
 from support.run_harness import scaled_size
 
 SOON, LATER, END = [b""] * (_ESCAPE_POLLS - 1), [b""] * (_ESCAPE_POLLS + 1), [b""] * _UNFINISHED_POLLS
@@ -113,29 +113,6 @@ def test_after_any_input_the_next_key_works(seed: int) -> None:
             data = chance.choice(PARTS) if chance.random() < 0.7 else chance.randbytes(chance.randrange(1, 200))
             pieces.append(data[: chance.randrange(len(data) or 1) + 1] if chance.random() < 0.3 else data)
         assert names(*pieces, *END, b"q")[-1] == "q", pieces
-
-
-class Busy:
-    """An application that does not take its messages."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Message] = []
-
-    @property
-    def message_queue_size(self) -> int:
-        return len(self.waiting)
-
-
-def test_keys_typed_ahead_are_bounded_but_an_interrupt_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy, driver = Busy(), TerminalDriver.__new__(TerminalDriver)
-    driver._monitor = busy
-    monkeypatch.setattr(
-        "textual.drivers.linux_driver.LinuxDriver.process_message", lambda _, key: busy.waiting.append(key)
-    )
-    for name in [*"z" * 20000, "ctrl+c"]:
-        driver.process_message(events.Key(name, None))
-    assert len(busy.waiting) < 100
-    assert busy.waiting[-1].key == "ctrl+c"  # type: ignore[attr-defined]
 
 
 def test_a_terminal_that_takes_no_output_for_a_moment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from textual import events
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import MAX_LINE_BYTES, Choice, CommandPalette
 from dpmon.ui.help_text import help_rows
-from dpmon.ui.keys import ACTIONS, COMMANDS, focus_neighbor
+from dpmon.ui.keys import ACTIONS, COMMANDS, PALETTE_COMMANDS, PLAYBACK_ACTIONS, focus_neighbor
 from dpmon.ui.panel_layout import place_panels
 from dpmon.ui.panel_view import PanelView
 from dpmon.ui.panels.panel_output import LogTail
@@ -27,11 +27,12 @@ from support.record_builders import SECOND
 from support.screen_harness import ScreenHarness, open_screen
 
 
-def test_every_action_that_is_bound_exists() -> None:
+def test_every_action_exists() -> None:
     from dpmon.ui.monitor import Monitor
 
-    actions = {action.partition("(")[0] for action in ACTIONS.values()}
-    assert {name for name in actions if not hasattr(Monitor, f"action_{name}")} == set()
+    actions = {*ACTIONS.values(), *PLAYBACK_ACTIONS.values(), *(command.action for command in PALETTE_COMMANDS)}
+    names = {action.partition("(")[0] for action in actions}
+    assert {name for name in names if not hasattr(Monitor, f"action_{name}")} == set()
     assert len({command.key for command in COMMANDS}) == len(COMMANDS) - 1, "only n has two meanings, one at a time"
 
 
@@ -301,9 +302,8 @@ async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: P
 async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_canceled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "dpmon.ui.live_run._MAX_EXIT_RECORD_WAIT_NS", 10**15
-    )  # the command has ended, but its status is never recorded
+    # The command has ended, but its supervisor never records its status.
+    monkeypatch.setattr("dpmon.ui.live_run.has_live_supervisor", lambda run_info: True)
     async with open_screen(tmp_path) as on:
         await on.shows("p pause")
         on.reader.doing = {0: ("ended", SECOND)}

@@ -54,9 +54,9 @@ def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> N
     assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, True)] == ["6 Progress", "412/1,563"]
     assert drawn(found) == [
         "━━━━━━━━────────────────────────   26%   2 min 10 s left",
-        "epoch        time  evaluation  gap before",
+        "epoch        took  evaluation  gap before",
         "    2  2 min 51 s      12.0 s      500 ms",
-        "    1  2 min 55 s      12.0 s",
+        "    1  2 min 55 s      12.0 s           –",
     ]
     assert panel_progress.preferred_height(found) == 4
 

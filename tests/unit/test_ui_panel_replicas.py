@@ -32,7 +32,7 @@ def test_idle_devices_are_shown_idle_with_the_reason() -> None:
         snapshot_of_rows([*training.begin(), *training.step(rows=10)]), training.now, RUN_INFO, is_command_alive=True
     )
     rows = rows_text(panel_replicas.render_panel(facts, 70, 12, STYLE))
-    assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
+    assert rows[6:9] == [f" {i}  cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
 
 
 def test_virtual_replicas_name_what_they_share() -> None:
@@ -62,11 +62,11 @@ def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
     scrolled = replace(facts, view=View(first_rows={"replicas": 20}))
     text = screen_text(scrolled, 80, 24)
     assert "20 above, 41 more ↓" in text
-    assert "# device" in text, "the names of the columns stay"
-    assert " 20 cuda:20 " in text
+    assert "#  device" in text, "the names of the columns stay"
+    assert " 20  cuda:20 " in text
     end = screen_text(replace(facts, view=View(first_rows={"replicas": 10_000})), 80, 24)
     assert "61 above" in end
-    assert "63 cuda:63  idle" in end
+    assert "63  cuda:63  idle" in end
     assert max_scroll("devices", facts, panel_slots(facts, 80, 24)["devices"], STYLE) == 0
 
 

@@ -204,7 +204,7 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
         return from_json(StallReport, stall_record(2, SECOND, 160).data)
 
     monkeypatch.setattr("dpmon.ui.why_dialog.request_and_wait", answer)
-    monkeypatch.setattr("dpmon.ui.why_dialog._REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr("dpmon.ui.monitor.REQUEST_INTERVAL_S", 0.01)
     async with open_screen(tmp_path, (80, 24)) as on:
         await on.press("w")
         await on.until(lambda: asked and "RANK" in dialog(on.app), "the answer")

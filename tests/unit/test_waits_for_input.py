@@ -14,7 +14,8 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
-from dpmon.report import collect_report_data, report_text
+from dpmon.report.plain_text import report_text
+from dpmon.report.report_data import collect_report_data
 from dpmon.store.events import EVENTS, EventRow
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch

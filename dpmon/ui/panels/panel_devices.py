@@ -1,7 +1,7 @@
 """Panel 1: the activity of each GPU, the run's own first; without a GPU, the host's activity and the reason.
 
-Each GPU gets three rows, two or one, as space allows; if even one is too much, two GPUs share a row. The
-full screen shows everything known of each GPU (`device_details`).
+Each GPU gets two rows or one, as space allows; if even one is too much, two GPUs share a row. The full
+screen shows everything known of each GPU (`device_details`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dpmon.model.device_memory import missing_value_reasons as reasons_of_memory
 from dpmon.model.nodes import node_of
 from dpmon.model.run_snapshot import DeviceHistory
 from dpmon.record.safe_json import number_member
+from dpmon.report.tables import MEMORY
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_free_bytes
 from dpmon.ui.chart import block_line, filled_bar
 from dpmon.ui.device_details import (
+    MIN_CHART_ROWS,
     chart_rows,
     detail_rows,
     device_name,
@@ -27,8 +29,9 @@ from dpmon.ui.device_details import (
     may_belong_to_run,
     missing_value_reasons,
 )
+from dpmon.ui.panel_table import PanelColumn, draw_table
 from dpmon.ui.screen_data import NAMES, ScreenData
-from dpmon.ui.styled_rows import Row, fit_row, row_width, wrap_to_rows
+from dpmon.ui.styled_rows import Row, Span, fit_row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import TimeAxis, make_device_axis, resample
 
@@ -38,14 +41,12 @@ _ACTIVITY_FIELDS = (
     *(("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")),
     *(("mem_run_bytes", "run"), ("mem_others_bytes", "others"), ("dram_active_pct", "dram")),
 )
-"""The fields of a GPU's third row; percentages only if known."""
+"""The fields of a GPU's second row after its power, temperature and clock; percentages only if known."""
 _FREE_CELLS = len("69.8 of 80.0 GiB free") + 1
 _MIN_FREE_SHARE = 0.05
 """A GPU with a smaller share of free memory is marked."""
 _MIN_GRID_CELLS = 52
 """Cells that two GPUs in a row need."""
-_METRIC_CELLS, _MIN_DRAWING_CELLS = (8, 8, 10), 12
-"""Cells of power, temperature and clock, each with its gap; and the fewest cells for graph and memory bar."""
 _MIN_GRAPH_CELLS = 10
 """Fewest cells for the history of the load next to the run's part of it."""
 _MAX_REASON_ROWS = 4
@@ -66,10 +67,7 @@ def _sorted_gpus(screen: ScreenData) -> list[tuple[int, DeviceHistory]]:
 def preferred_height(screen: ScreenData) -> int:
     """Return the number of rows of the whole content."""
     count = len(screen.state.devices)
-    rows_per_gpu = 3 if count <= 2 else 2
-    if count > 4:
-        rows_per_gpu = 1
-    rows = rows_per_gpu * count + 1 if count else 2
+    rows = (2 if count <= 4 else 1) * count + 1 if count else 2
     torch_devices = len(screen.state.device_memory)
     return rows + min(torch_devices, 8) + (count > 0) if torch_devices else rows
 
@@ -135,13 +133,14 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     note_rows = _throttle_and_missing_rows(tracks, width, style)
     memory_rows = _memory_rows(screen, width)
     free_rows = height - len(note_rows)
-    rows_per_gpu = next((count for count in (3, 2) if count * len(tracks) <= free_rows - len(memory_rows)), 0)
-    rows_per_gpu = rows_per_gpu or (1 if len(tracks) <= free_rows else 0)
-    if rows_per_gpu == 0 and width >= _MIN_GRID_CELLS:
-        rows = _grid_rows(tracks, width, screen, style)
-    else:
-        table = _DeviceTable(tracks, width, max(rows_per_gpu, 1), screen, style)
-        rows = [row for index, track in tracks for row in table.rows(index, track)]
+    rows = _usage_rows(tracks, width, screen, style)
+    if 2 * len(tracks) + len(memory_rows) <= free_rows:
+        rows = [row for pair in zip(rows, _detail_rows(tracks, width), strict=True) for row in pair]
+    elif len(tracks) > free_rows and width >= _MIN_GRID_CELLS:
+        left_width, middle = (width - 2) // 2, -(-len(tracks) // 2)
+        left = _usage_rows(tracks[:middle], left_width, screen, style)
+        right = [*_usage_rows(tracks[middle:], left_width, screen, style), *[[]] * (len(tracks) % 2)]
+        rows = [[*fit_row(first, left_width + 2), *second] for first, second in zip(left, right, strict=True)]
     free_memory_rows = height - len(rows) - len(note_rows)
     if memory_rows and free_memory_rows > 0:
         hidden_count = len(memory_rows) - free_memory_rows
@@ -159,7 +158,7 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     if not tracks:
         return [*render_host(screen, width, max(height - len(memory_rows), 3), style, full_size=True), *memory_rows]
     rows: list[Row] = [*memory_rows, []] if memory_rows else []
-    chart_height = min(max((height - len(rows)) // len(tracks) - 1, 1), _MAX_CHART_ROWS)
+    chart_height = min(max((height - len(rows)) // len(tracks) - 1, MIN_CHART_ROWS), _MAX_CHART_ROWS)
     for index, track in tracks:
         rows += chart_rows(index, track, width, chart_height, axis, style)
     for index, track in tracks:
@@ -175,16 +174,15 @@ def _memory_rows(screen: ScreenData, width: int, *, with_reasons: bool = True) -
     rows: list[Row] = []
     device_memory = screen.state.device_memory
     for memory in device_memory:
-        parts = [("model", memory.model), ("grads", memory.gradients), ("optim", memory.optimizer)]
-        parts += [("rest", memory.rest), ("peak", memory.peak)]
         row: Row = [(sanitize_line(memory.label, 40).ljust(8) + " ", "dim")]
+        parts = [(column.short or column.head, column.cell(memory)) for column in MEMORY.columns]
         if not with_reasons or row_width(row) + sum(len(label) + 11 for label, _ in parts) > width:
             # A row below gives the reason for the missing values.
-            parts = [(label, byte_count) for label, byte_count in parts if byte_count is not None]
-        for label, byte_count in parts:
+            parts = [(label, text) for label, text in parts if text != UNKNOWN]
+        for label, text in parts:
             gap = "  " if len(row) > 1 else ""
             if row_width(row) + len(gap) + len(label) + 9 <= width:
-                row += [(gap + label, "dim"), (align_right(format_bytes(byte_count), 9), "")]
+                row += [(gap + label, "dim"), (align_right(text, 9), "")]
         rows.append(row)
     missing_values = [missing_value for memory in device_memory for missing_value in reasons_of_memory(memory)]
     if missing_values and with_reasons:
@@ -205,88 +203,66 @@ def _history_text(
     return block_line(resample(values, track.second, axis, width), width, style.glyphs)
 
 
-class _DeviceTable:
-    """A table with `rows_per_gpu` rows per GPU. Column widths depend only on the panel's size and the GPUs' names."""
+def _usage_rows(
+    tracks: Sequence[tuple[int, DeviceHistory]], width: int, screen: ScreenData, style: TerminalStyle
+) -> list[Row]:
+    """Return a row per GPU: its utilization over time, its memory, and as many of its other values as fit."""
+    axis, samples = make_device_axis(screen), [track.data for _, track in tracks]
 
-    def __init__(
-        self,
-        tracks: Sequence[tuple[int, DeviceHistory]],
-        width: int,
-        rows_per_gpu: int,
-        screen: ScreenData,
-        style: TerminalStyle,
-    ) -> None:
-        self.width, self.rows_per_gpu, self.style, self.axis = width, rows_per_gpu, style, make_device_axis(screen)
-        names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
-        self.label_width = max(3, *(span_width(gpu_label(index, track.data)) for index, track in tracks)) + 1
-        self.name_width = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
-        free_cells = width - self.label_width - (self.name_width + 1 if self.name_width else 0) - 6 - 2
-        self.free_width = _FREE_CELLS if free_cells >= _FREE_CELLS + 4 else _FREE_CELLS - len(" of 80.0")
-        free_cells -= self.free_width
-        self.metric_count = 0
-        """How many of power, temperature and clock follow the memory of a GPU that has only one row."""
-        for metric_width in _METRIC_CELLS if rows_per_gpu == 1 else ():
-            if free_cells - metric_width < _MIN_DRAWING_CELLS:
-                break
-            self.metric_count, free_cells = self.metric_count + 1, free_cells - metric_width
-        self.graph_width = max(min(free_cells * 3 // 5, 60), 4)
-        self.bar_width = max(min(free_cells - self.graph_width - 1, 24), 0)
+    def cells(texts: Sequence[str], own_style: str) -> list[str | Row]:
+        pairs = zip(texts, samples, strict=True)
+        return [[(text, own_style if may_belong_to_run(data) else "dim")] for text, data in pairs]
 
-    def rows(self, index: int, track: DeviceHistory) -> list[Row]:
-        return [self.usage_row(index, track), self.memory_row(track), self.activity_row(track)][: self.rows_per_gpu]
+    def values(key: str, unit: str) -> list[str]:
+        return [format_rounded(number_member(data, key), unit) for data in samples]
 
-    def usage_row(self, index: int, track: DeviceHistory) -> Row:
-        data = track.data
-        is_own = may_belong_to_run(data)
+    def history(graph_width: int) -> Sequence[str | Row]:
+        return ["", *cells([_history_text(track, track.util, axis, graph_width, style) for _, track in tracks], "bar")]
+
+    def memory(bar_width: int) -> Sequence[str | Row]:
+        return ["", *(_memory_bar(data, bar_width, style) for data in samples)]
+
+    free: list[str | Row] = []
+    for data in samples:
         used, total = _memory_use(data)
-        util = number_member(data, "util_pct")
-        row: Row = [(gpu_label(index, data).ljust(self.label_width), "bold" if is_own else "dim")]
-        if self.name_width:
-            row += fit_row([(device_name(data), "" if is_own else "dim")], self.name_width + 1, self.style.glyphs.more)
-        row += [
-            (_history_text(track, track.util, self.axis, self.graph_width, self.style), "bar" if is_own else "dim"),
-            (align_right(format_rounded(util, "%"), 6), "bold" if is_own else "dim"),
-            ("  ", ""),
-        ]
-        if self.bar_width:
-            row += [*_memory_bar(data, self.bar_width, self.style)]
         is_full = used is not None and total is not None and total - used < total * _MIN_FREE_SHARE
-        text = format_free_bytes(used, total)
-        if self.free_width < _FREE_CELLS:
-            free_text, _, total_text = text.partition(" of ")
-            text = " ".join([free_text, *total_text.split()[1:]])
-        text_style = "" if is_own else "dim"
-        row.append((align_right(text, self.free_width), "wait" if is_own and is_full else text_style))
-        return [*row, *_metric_spans(data, text_style, _METRIC_CELLS)[: self.metric_count]]
+        text_style = "wait" if is_full and may_belong_to_run(data) else "" if may_belong_to_run(data) else "dim"
+        free.append([(format_free_bytes(used, total), text_style)])
+    blanks = [""] * len(tracks)
+    columns = [PanelColumn("", cells([gpu_label(index, track.data) for index, track in tracks], "bold"), is_text=True)]
+    if _one_name(tracks) is None:
+        columns.append(PanelColumn("", cells(list(map(device_name, samples)), ""), is_text=True))
+    columns.append(PanelColumn(cells=blanks, draw=history, min_width=4, wanted_width=10, max_width=40))
+    columns.append(PanelColumn("", cells(values("util_pct", "%"), "bold"), min_width=4))
+    columns.append(PanelColumn(cells=blanks, draw=memory, rank=2, min_width=4))
+    columns.append(PanelColumn("", free, rank=1, min_width=len("69.8 of 80.0 GiB free")))
+    for rank, (key, unit) in enumerate((("power_w", "W"), ("temperature_c", "°C"), ("sm_clock_mhz", "MHz")), 3):
+        columns.append(PanelColumn("", cells(values(key, unit), ""), rank=rank, min_width=5))
+    return draw_table(columns, width, style.glyphs.more)[1:]
 
-    def memory_row(self, track: DeviceHistory) -> Row:
-        """Return the memory history, which lies below the utilization history, then power, temperature and clock."""
-        data = track.data
-        text_style = "" if may_belong_to_run(data) else "dim"
-        share = track.mem_pct
-        lead_width = self.label_width + (self.name_width + 1 if self.name_width else 0)
-        row: Row = [
-            (("memory" if lead_width >= 7 else "mem").ljust(lead_width), "dim"),
-            (_history_text(track, track.mem, self.axis, self.graph_width, self.style), text_style or "bar"),
-            (align_right(format_rounded(share, "%"), 6), text_style),
-        ]
-        metrics = _metric_spans(data, text_style, (11, 7, 9), with_limit=True)
-        return [*row, *metrics] if row_width(row) + row_width(metrics) <= self.width else [*row, *metrics[:2]]
 
-    def activity_row(self, track: DeviceHistory) -> Row:
-        """Return the known activity fields, which say more than utilization, and the memory by owner."""
-        data = track.data
-        row: Row = [(" " * self.label_width, "")]
-        parts: list[Row] = []
+def _detail_rows(tracks: Sequence[tuple[int, DeviceHistory]], width: int) -> list[Row]:
+    """Return a row per GPU with its power and limit, temperature, clock, activity and memory by owner, if known."""
+    rows: list[Row] = []
+    for _, track in tracks:
+        data, row = track.data, list[Span]([("  ", "")])
+        power, limit = (number_member(data, key) for key in ("power_w", "power_limit_w"))
+        limit_text = "" if limit is None else f"/{limit:.0f}"
+        parts = [("", f"{UNKNOWN if power is None else f'{power:.0f}'}{limit_text} W".rjust(9))]
+        parts.append(("", format_rounded(number_member(data, "temperature_c"), "°C").rjust(5)))
+        parts.append(("", format_rounded(number_member(data, "sm_clock_mhz"), "MHz").rjust(8)))
         for key, label in _ACTIVITY_FIELDS:
-            value, is_share = number_member(data, key), key.endswith("_pct")
-            if value is not None or not is_share:
-                value_text = align_right(f"{value:.0f}%", 5) if is_share else align_right(format_bytes(value), 8)
-                parts.append([(f"{label} ", "dim"), (value_text + " ", "")])
-        for part in parts:
-            if row_width(row) + row_width(part) - 1 <= self.width:
-                row += part
-        return row
+            value = number_member(data, key)
+            if key.endswith("_pct") and value is not None:
+                parts.append((f"{label} ", f"{value:.0f}%".rjust(4)))
+            elif not key.endswith("_pct"):
+                parts.append((f"{label} ", format_bytes(value).rjust(8)))
+        text_style = "" if may_belong_to_run(data) else "dim"
+        for label, text in parts:
+            if row_width(row) + 2 + len(label) + len(text) <= width:
+                row += [("  " + label, "dim"), (text, text_style)]
+        rows.append(row)
+    return rows
 
 
 def _memory_use(data: Mapping[str, Any]) -> tuple[float | None, float | None]:
@@ -306,53 +282,6 @@ def _memory_bar(data: Mapping[str, Any], width: int, style: TerminalStyle) -> Ro
         return filled_bar((used / total,), width, style.glyphs)
     shown_run_bytes = min(run_bytes or 0.0, used)
     return filled_bar((shown_run_bytes / total, (used - shown_run_bytes) / total), width, style.glyphs)
-
-
-def _metric_spans(
-    data: Mapping[str, Any], text_style: str, widths: tuple[int, int, int], *, with_limit: bool = False
-) -> Row:
-    """Return power, with its limit if `with_limit`, temperature and clock, in these widths."""
-    power, limit, temperature, megahertz = (
-        number_member(data, key) for key in ("power_w", "power_limit_w", "temperature_c", "sm_clock_mhz")
-    )
-    power_text = UNKNOWN if power is None else f"{power:.0f}"
-    if with_limit and limit is not None:
-        power_text += f"/{limit:.0f}"
-    texts = (f"{power_text} W", format_rounded(temperature, "°C"), format_rounded(megahertz, "MHz"))
-    return [(align_right(text, width), text_style) for text, width in zip(texts, widths, strict=True)]
-
-
-def _grid_rows(
-    tracks: Sequence[tuple[int, DeviceHistory]], width: int, screen: ScreenData, style: TerminalStyle
-) -> list[Row]:
-    """Return rows of two GPUs each: utilization and memory in percent."""
-    cell_width = (width - 2) // 2
-    label_width = max(span_width(gpu_label(index, track.data)) for index, track in tracks) + 1
-    graph_width = max(min(cell_width - label_width - 6 - 1 - 5 - 5, 24), 3)
-    bar_width = max(cell_width - label_width - graph_width - 6 - 1 - 5, 0)
-    row_count = -(-len(tracks) // 2)
-    axis = make_device_axis(screen)
-
-    def gpu_cells(index: int, track: DeviceHistory) -> Row:
-        text_style = "" if may_belong_to_run(track.data) else "dim"
-        util = number_member(track.data, "util_pct")
-        share = track.mem_pct
-        return [
-            (gpu_label(index, track.data).ljust(label_width), text_style or "bold"),
-            (_history_text(track, track.util, axis, graph_width, style), text_style or "bar"),
-            (align_right(format_rounded(util, "%"), 6), text_style or "bold"),
-            (" ", ""),
-            *_memory_bar(track.data, bar_width, style),
-            (align_right(format_rounded(share, "%"), 5), text_style),
-        ]
-
-    rows: list[Row] = []
-    for row in range(row_count):
-        left = fit_row(gpu_cells(*tracks[row]), cell_width, style.glyphs.more)
-        rows.append(
-            [*left, ("  ", ""), *(gpu_cells(*tracks[row + row_count]) if row + row_count < len(tracks) else ())]
-        )
-    return rows
 
 
 def _throttle_and_missing_rows(

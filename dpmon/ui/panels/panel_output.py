@@ -17,10 +17,8 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 MAX_ROWS = 5000
 """Most rows to store; a few hundred more are dropped at once."""
-_TAIL_BYTES = 1 << 18
-"""Number of bytes to read from the end of an existing log."""
-_MAX_UNREAD_BYTES = 1 << 19
-"""If more bytes than this are unread, skip to near the end: no one has seen the skipped rows."""
+_TAIL_BYTES = 1 << 19
+"""If more bytes than this are unread, skip to the last ones: nobody has seen the skipped rows."""
 _CHUNK_BYTES = 1 << 16
 _DROPPED_ROWS = 400
 
@@ -57,7 +55,7 @@ class LogTail:
             self.size = os.fstat(self._fd).st_size
         except OSError:
             return
-        if self.size - self._offset > (_MAX_UNREAD_BYTES if self._offset else _TAIL_BYTES):
+        if self.size - self._offset > _TAIL_BYTES:
             offset = self.size - _TAIL_BYTES
             self._restart_at(offset + self._read(offset, _CHUNK_BYTES).find(b"\n") + 1, self.end)
         while self._offset < self.size:

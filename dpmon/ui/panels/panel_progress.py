@@ -8,19 +8,20 @@ from math import isfinite
 from dpmon.model.epoch_progress import Epoch, Progress, format_time_left, without_time
 from dpmon.model.loss_curves import LossCurve, smooth_losses
 from dpmon.record.schema import SECOND
+from dpmon.report.tables import EPOCHS
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import (
     format_count,
     format_count_with_noun,
     format_elapsed,
-    format_long_duration,
     format_percent,
 )
 from dpmon.ui.chart import filled_bar, line_chart
+from dpmon.ui.panel_table import PanelColumn, draw_table, fact_columns
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.screen_data import NAMES, ScreenData
-from dpmon.ui.styled_rows import Row, TableColumn, join_left_right, row_width, table_rows, wrap_to_rows
+from dpmon.ui.styled_rows import Row, join_left_right, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import make_time_axis
 
@@ -198,7 +199,7 @@ def _progress_rows(screen: ScreenData, width: int, height: int, style: TerminalS
     rows_per_loss = max(free_rows - epoch_rows, 0) // max(len(curves), 1)
     for curve in curves:
         rows += _loss_rows(screen, curve, len(curves) > 1, width, rows_per_loss, style)
-    return [*rows, *_epoch_table(epochs, epoch_rows, style)] if epoch_rows else rows
+    return [*rows, *_epoch_table(epochs, width, epoch_rows, style)] if epoch_rows else rows
 
 
 def _epoch_bar(progress: Progress, width: int, style: TerminalStyle) -> list[Row]:
@@ -220,17 +221,11 @@ def _epoch_bar(progress: Progress, width: int, style: TerminalStyle) -> list[Row
     return [[*bar, *percentage, *time_left]]
 
 
-def _epoch_table(epochs: Sequence[Epoch], height: int, style: TerminalStyle) -> list[Row]:
-    """Return a table of epochs, the newest first, as many as fit, without empty columns."""
+def _epoch_table(epochs: Sequence[Epoch], width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return a table of epochs, the newest first, as many as fit."""
     epochs = [*reversed(epochs)][: height - 1]
-    parts = [
-        ("epoch", 5, [format_count(epoch.epoch) for epoch in epochs]),
-        ("time", 12, [format_long_duration(epoch.took_ns) for epoch in epochs]),
-        ("evaluation", 12, [format_long_duration(e.evaluation_ns) if e.evaluation_ns else "" for e in epochs]),
-        ("gap before", 12, [format_long_duration(e.pause_ns) if e.pause_ns is not None else "" for e in epochs]),
-    ]
-    columns = [TableColumn(title, cell_width, cells) for title, cell_width, cells in parts if any(cells)]
-    return table_rows(columns, style.glyphs.more)
+    numbers = PanelColumn(EPOCHS.label.head, [EPOCHS.label.cell(epoch) for epoch in epochs])
+    return draw_table([numbers, *fact_columns(EPOCHS, epochs)], width, style.glyphs.more)
 
 
 def _loss_rows(

@@ -13,32 +13,27 @@ from dpmon.model.communication import Communication
 from dpmon.model.nodes import SILENT
 from dpmon.model.run_snapshot import MAX_LEAST_WAITING, MAX_LISTED_RANKS, CallTimings, Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, short_sentence, straggler_sentence
+from dpmon.record.schema import WAIT
 from dpmon.record.shared_names import node_suffix
+from dpmon.report.tables import RANK_TIMES
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import align_right, span_width
+from dpmon.text.cells import align_right
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_bar, busy_legend
+from dpmon.ui.panel_table import DURATION_CELLS, PanelColumn, draw_table, fact_columns
 from dpmon.ui.panels.panel_replicas import all_size_rows, call_name, kind_mark, shown_call, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
 from dpmon.ui.panels.rank_map import rank_map
 from dpmon.ui.panels.ranks_over_time import over_time_height, render_over_time
 from dpmon.ui.screen_data import RANK_NAMES, ScreenData, format_devices
-from dpmon.ui.styled_rows import Row, TableColumn, row_width, table_rows, wrap_to_rows
+from dpmon.ui.styled_rows import Row, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
-_LABEL_CELLS = 6
-"""Cells of the mark and the rank."""
-_MIN_BAR_CELLS, _MAX_BAR_CELLS = 6, 24
-_WAIT_TEXT = "  delays others"
-_SIZES_TITLE = "  received returned rows"
-_TIME_NAMES = ("data", "forward", "backward", "exposed", "wait")
-_SHORT_TIME_NAMES = ("data", "forw", "back", "expos", "wait")
+_MIN_BAR_CELLS = 6
 _NODE_CELLS, _RANKS_PER_ROW = 12, 16
 """About the most cells next to the nodes of a map; and ranks per row of a map without nodes."""
 _MAX_SMALL_ROWS = 15
 """Panels of up to this many rows show the ranks of several nodes over time on any screen."""
-_MAX_NODE_CELLS = 12
-"""Most cells for the name of a node in the table."""
 _MIN_SLOWEST_ROWS, _MIN_TABLE_ROWS, _MIN_OVER_TIME_ROWS = 2, 5, 2
 """Fewest rows of the table below a map of nodes, and above ranks over time; rows of one rank over time and the axis."""
 
@@ -229,83 +224,72 @@ def _table_ranks(screen: ScreenData, communication: Communication) -> list[_Rank
 def _times_table(
     screen: ScreenData, communication: Communication, width: int, height: int, style: TerminalStyle
 ) -> list[Row]:
-    """Return a header and one row per rank: mean times, and a bar of its step."""
-    ranks = _table_ranks(screen, communication)
-    straggler = screen.state.straggler
-    device_width = min(max([span_width(_device_text(rank)) for rank in ranks] + [6]), 10)
-    node_width = max((span_width(rank.process.node or "") for rank in ranks), default=0)
-    node_width = min(max(node_width, 4), _MAX_NODE_CELLS) + 1 if screen.state.nodes else 0
-    fixed_width = _LABEL_CELLS + device_width + 1 + node_width
-    cell_width, gap = (9, " ") if width >= fixed_width + 9 * len(_TIME_NAMES) + _MIN_BAR_CELLS + 1 else (7, "")
-    free_cells = width - fixed_width - cell_width * len(_TIME_NAMES) - 1
-    size_cells = _size_cells(screen, ranks, height, free_cells - _MIN_BAR_CELLS)
-    sizes_width = max([row_width(row) for row in size_cells] + [len(_SIZES_TITLE)]) if size_cells else 0
-    bar_width = min(max(free_cells - sizes_width, 0), _MAX_BAR_CELLS)
-    if bar_width < _MIN_BAR_CELLS:
-        bar_width = 0
-    wait_text = _WAIT_TEXT if free_cells - sizes_width - bar_width >= len(_WAIT_TEXT) else ""
-    top = max((rank.times.step_ns or 0.0 for rank in ranks), default=0.0)
+    """Return a header and one row per rank: mean times, a bar of its step, and the sizes if there is room."""
+    ranks, straggler = _table_ranks(screen, communication), screen.state.straggler
     is_slow = [_is_slow(straggler, rank) for rank in ranks]
-    labels = [_rank_mark(rank, slow, screen, style) for rank, slow in zip(ranks, is_slow, strict=True)]
-    columns = [
-        TableColumn("rank ", _LABEL_CELLS + 1, labels),
-        TableColumn("device", device_width, [_device_text(rank) for rank in ranks], left=True),
+    top = max((rank.times.step_ns or 0.0 for rank in ranks), default=0.0)
+    slow_phase = None if straggler is None else straggler.phase
+
+    def in_slow_style(column: PanelColumn) -> PanelColumn:
+        if column.title != slow_phase:
+            return column
+        pairs = zip(column.cells, is_slow, strict=True)
+        return column._replace(cells=[[(str(cell), "wait" if slow else "")] for cell, slow in pairs])
+
+    def step_bars(bar_width: int) -> Sequence[str | Row]:
+        bars: list[str | Row] = [busy_legend(bar_width, style.glyphs)]
+        return bars + [_step_bar(rank.times, top, bar_width, style) for rank in ranks]
+
+    columns = _label_columns(screen, [rank.process for rank in ranks], [rank.track for rank in ranks], style)
+    times = fact_columns(RANK_TIMES, [rank.times for rank in ranks], {WAIT: "bold"})
+    columns += map(in_slow_style, times)
+    bars = PanelColumn(cells=[""] * len(ranks), rank=1, min_width=_MIN_BAR_CELLS, draw=step_bars)
+    columns.append(bars._replace(wanted_width=bars.max_width))
+    delays = ["delays others" if slow else "" for slow in is_slow]
+    columns.append(PanelColumn("", delays, "wait", rank=3, min_width=len("delays others")))
+    tracks = [rank.track for rank in ranks[: max(height, 1)]]
+    if None not in tracks:
+        columns += [column._replace(style="dim", rank=2) for column in _size_columns(screen, tracks, len(ranks))]
+    return draw_table(columns, width, style.glyphs.more)
+
+
+def _label_columns(
+    screen: ScreenData, processes: Sequence[Process], tracks: Sequence[CallTimings | None], style: TerminalStyle
+) -> list[PanelColumn]:
+    """Return a mark for the straggler and the chosen process, the rank or process, its node and its device."""
+    straggler, labels = screen.state.straggler, list[str | Row]()
+    for process in processes:
+        is_slow = straggler is not None and process.process in straggler.processes
+        mark = style.glyphs.ring if process.process == screen.view.process_index else " "
+        number = align_right(str(process.number), 4)
+        labels.append([(style.glyphs.focus if is_slow else mark, "wait"), (number, "wait" if is_slow else "bold")])
+    title = "rank" if any(process.rank is not None for process in processes[:1]) else "proc"
+    columns = [PanelColumn(title, labels)]
+    if screen.state.nodes:
+        names = [process.node or "" for process in processes]
+        columns.append(PanelColumn("node", names, is_text=True))
+    devices = [_device_text(process, track) for process, track in zip(processes, tracks, strict=True)]
+    return [*columns, PanelColumn("device", devices, is_text=True)]
+
+
+def _size_columns(screen: ScreenData, tracks: Sequence[CallTimings | None], count: int) -> list[PanelColumn]:
+    """Return what each rank received and returned, and its rows, for the first of `count` ranks."""
+    blanks = ("",) * (count - len(tracks))
+    sizes = [_sizes_of(screen, track) for track in tracks]
+    return [
+        PanelColumn("received", [*(inputs for inputs, _, _ in sizes), *blanks], is_text=True),
+        PanelColumn("returned", [*(outputs for _, outputs, _ in sizes), *blanks], is_text=True),
+        PanelColumn("rows", [*(rows for _, _, rows in sizes), *blanks]),
     ]
-    if node_width:
-        nodes = [rank.process.node or "" for rank in ranks]
-        columns.insert(1, TableColumn("node", node_width - 1, nodes, left=True, gap=1))
-    for name, title in zip(_TIME_NAMES, _TIME_NAMES if cell_width > 8 else _SHORT_TIME_NAMES, strict=True):
-        times = [align_right(_format_rank_time(rank.times, name, gap), cell_width) for rank in ranks]
-        default_style = "bold" if name == "wait" else ""
-        slow_phase = straggler.phase if straggler is not None else None
-        styles = ["wait" if slow and name == slow_phase else default_style for slow in is_slow]
-        columns.append(TableColumn(title, cell_width, [[span] for span in zip(times, styles, strict=True)]))
-    if bar_width:
-        bars: list[Row] = [[(" ", ""), *_step_bar(rank.times, top, bar_width, style)] for rank in ranks]
-        columns.append(TableColumn([(" ", ""), *busy_legend(bar_width, style.glyphs)], bar_width + 1, bars))
-    if wait_text:
-        blank = " " * len(wait_text)
-        other_mark: Row = [(blank, "wait")] if sizes_width else []
-        marks: list[Row] = [[(wait_text, "wait")] if slow else other_mark for slow in is_slow]
-        columns.append(TableColumn([(blank if sizes_width else "", "")], len(wait_text), marks))
-    if sizes_width:
-        size_column: list[Row] = [[(" " * (sizes_width - row_width(row)), ""), *row] for row in size_cells]
-        columns.append(TableColumn(_SIZES_TITLE, sizes_width, [*size_column, *[[]] * (len(ranks) - len(size_cells))]))
-    return table_rows(columns, style.glyphs.more)
 
 
 def _is_slow(straggler: Straggler | None, rank: _RankRow) -> bool:
     return straggler is not None and rank.process.process in straggler.processes
 
 
-def _rank_mark(rank: _RankRow, is_slow: bool, screen: ScreenData, style: TerminalStyle) -> Row:
-    number = align_right(str(rank.process.number), _LABEL_CELLS - 2) + "  "
-    mark = style.glyphs.ring if rank.process.process == screen.view.process_index else " "
-    if is_slow:
-        mark = style.glyphs.focus
-    return [(mark, "wait"), (number, "wait" if is_slow else "bold")]
-
-
 def _step_bar(times: RankTimes, top: float, width: int, style: TerminalStyle) -> Row:
     exposed, wait = times.exposed_ns or 0.0, times.wait_ns or 0.0
     return busy_bar((max((times.step_ns or 0.0) - exposed - wait, 0.0), exposed, wait), top, width, style.glyphs)
-
-
-def _format_rank_time(times: RankTimes, name: str, gap: str) -> str:
-    """Format a time of a rank; exactly 0 is "0", without a unit."""
-    rank_times = {"exposed": times.exposed_ns, "wait": times.wait_ns}
-    ns = rank_times[name] if name in rank_times else times.phases.get(name)
-    return "0" if ns == 0 else format_duration(ns, gap)
-
-
-def _size_cells(screen: ScreenData, ranks: Sequence[_RankRow], height: int, max_cells: int) -> list[Row]:
-    """Return the sizes that each rank received and returned, and its rows; empty if they do not fit."""
-    tracks = [rank.track for rank in ranks[: max(height, 1)]]
-    if None in tracks:
-        return []
-    sizes = [_sizes_of(screen, track) for track in tracks]
-    cells: list[Row] = [[(f"  {inputs}  {outputs}{align_right(rows, 6)}", "dim")] for inputs, outputs, rows in sizes]
-    return cells if max(len(_SIZES_TITLE), *map(row_width, cells)) <= max_cells else []
 
 
 def _sizes_of(screen: ScreenData, track: CallTimings | None) -> tuple[str, str, str]:
@@ -318,9 +302,10 @@ def _sizes_of(screen: ScreenData, track: CallTimings | None) -> tuple[str, str, 
     return size_text(call.inputs), size_text(call.outputs), UNKNOWN if call.rows is None else str(call.rows)
 
 
-def _device_text(rank: _RankRow) -> str:
-    call_device = _first_device(rank.track)
-    return call_device if call_device != UNKNOWN else format_devices(rank.process.devices) or UNKNOWN
+def _device_text(process: Process, track: CallTimings | None) -> str:
+    """Return the first device of the newest call; before it, those of the process."""
+    devices = () if track is None else track.last.devices
+    return sanitize_line(devices[0], 20) if devices else format_devices(process.devices) or UNKNOWN
 
 
 # ------------------------------------------------------------------------------------------------ sizes
@@ -330,30 +315,14 @@ def _sizes_table(screen: ScreenData, width: int, height: int, style: TerminalSty
     """Return a header, one row per rank with its sizes and medians, and why the waits are unknown."""
     count = len(screen.state.training_processes)
     rows = _process_calls(screen, max(height, 2) + 1 + screen.view.first_rows.get("replicas", 0))
-    sizes = [_sizes_of(screen, track) for _, track in rows]
-    ins, outs, batches = ([cells[index] for cells in sizes] for index in range(3))
-    device_width = min(max([span_width(_first_device(track)) for _, track in rows] + [6]), 10)
-    cell_width = 9 if width >= 5 + device_width + 2 + 6 + 9 * 3 + 18 else 8
-    count_width = 6 if cell_width == 9 else 5
-    # Times are never cut. Sizes share the remaining width, and a sign marks each cut.
-    sizes_width = max(width - 5 - device_width - 1 - 1 - count_width - cell_width * 3, 4)
-    max_input_width = max(map(span_width, [*ins, "input"]))
-    max_output_width = max(map(span_width, [*outs, "output"]))
-    input_width = min(max_input_width, max(sizes_width * 3 // 5, sizes_width - max_output_width))
-    output_width = min(max_output_width, sizes_width - input_width)
-    has_rank = any(process.rank is not None for process, _ in rows[:1])
-    backward = [_phase_median(process, "backward") for process, _ in rows]
-    columns = [
-        TableColumn("rank" if has_rank else "proc", 4, [str(process.number) for process, _ in rows], "bold", gap=1),
-        TableColumn("device", device_width, [_first_device(track) for _, track in rows], left=True, gap=1),
-        TableColumn("input", input_width, ins, left=True, gap=1),
-        TableColumn("output", output_width, outs, left=True),
-        TableColumn("rows", count_width, batches),
-        TableColumn("forward", cell_width, [_phase_median(process, "forward") for process, _ in rows]),
-        TableColumn("backward" if cell_width == 9 else "backwd", cell_width, backward),
-        TableColumn("step", cell_width, [format_duration(process.figures.median_ns) for process, _ in rows], "bold"),
-    ]
-    table = table_rows(columns, style.glyphs.more)
+    processes, tracks = [process for process, _ in rows], [track for _, track in rows]
+    columns = [*_label_columns(screen, processes, tracks, style), *_size_columns(screen, tracks, len(tracks))]
+    for phase in ("forward", "backward"):
+        medians = [_phase_median(process, phase) for process in processes]
+        columns.append(PanelColumn(phase, medians, short=phase[:4], min_width=DURATION_CELLS))
+    steps = [format_duration(process.figures.median_ns) for process in processes]
+    columns.append(PanelColumn("step", steps, "bold", min_width=DURATION_CELLS))
+    table = draw_table(columns, width, style.glyphs.more)
     table += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     communication = screen.state.communication
     reason = None if communication is None else communication.missing
@@ -381,12 +350,6 @@ def _phase_median(process: Process, phase: str) -> str:
     return format_duration(None if stats is None else stats.median_ns)
 
 
-def _first_device(track: CallTimings | None) -> str:
-    """Return the first device of the newest call."""
-    devices = track.last.devices if track is not None else ()
-    return sanitize_line(devices[0], 20) if devices else UNKNOWN
-
-
 def render_full_screen(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
     """Return the rows on the full screen: the table, the ranks over time, then every size of every rank by its path."""
     rows = [*render_panel(screen, width, height, style), []]
@@ -398,6 +361,6 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
         name += node_suffix(process.node)
         mark = [] if track is None else kind_mark(screen, track.last, style)
         pid_text = f"  pid {UNKNOWN if pid is None else pid}"
-        rows.append([(f"{name}  {_first_device(track)}", "bold"), (pid_text, "dim"), *mark])
+        rows.append([(f"{name}  {_device_text(process, track)}", "bold"), (pid_text, "dim"), *mark])
         rows += all_size_rows(track.last.inputs, track.last.outputs, width, style) if track is not None else []
     return rows

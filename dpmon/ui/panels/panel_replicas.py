@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dpmon.model.run_snapshot import CallTimings, Process
-from dpmon.record.record_types import Call, Size, count_rows
+from dpmon.model.run_snapshot import CallTimings, Process, TimePercentiles
+from dpmon.record.record_types import Call, Replica, Size, Stage, count_rows
 from dpmon.record.schema import TRAINING
+from dpmon.report.tables import PART_TIMES
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import align_right, span_width, truncate
+from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import filled_bar, range_bar
+from dpmon.ui.panel_table import PanelColumn, draw_table, fact_columns
 from dpmon.ui.screen_data import NAMES, ScreenData, format_mode_and_devices
-from dpmon.ui.styled_rows import Row, TableColumn, table_rows, wrap_to_rows
+from dpmon.ui.styled_rows import Row, fit_row, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
 
@@ -131,8 +133,10 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     if track is None:
         return [[(screen.empty_reason("no call was traced", "no call yet"), "dim")]]
     call = track.last
-    staged = _is_staged(call)
-    rows = _stage_rows(track, width, style) if staged else _replica_rows(track, width, height, style)
+    staged, rows = _is_staged(call), _part_table(track, width, style)[0 if height > 1 else 1 :]
+    if not call.stages if staged else not call.replicas:
+        rows.append([(f"no {'stage' if staged else 'replica'} of this call was seen", "dim")])
+    rows += _idle_device_rows(call, style)
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
@@ -144,71 +148,81 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     return rows
 
 
-def _time_columns(track: CallTimings, numbers: Sequence[int]) -> list[TableColumn]:
-    """Return columns with the median times of replicas or stages: on the host and, if known, on the device."""
-    times = [track.times[number] if number < len(track.times) else None for number in numbers]
-    host = [format_duration(None if times_ns is None else times_ns.middle) for times_ns in times]
-    columns = [TableColumn("host time", 10, host, "bold")]
-    if track.device_ns:
-        columns.append(TableColumn("on device", 10, [format_duration(track.device_ns.get(n)) for n in numbers], "bold"))
-    return columns
+class _TimedPart(NamedTuple):
+    """A replica or a stage of a call, with its times in similar calls."""
+
+    part: Replica | Stage
+    number: int
+    device: str
+    spread: TimePercentiles | None
+    device_ns: float | None
+
+    @property
+    def host_ns(self) -> float | None:
+        """The median time on the host."""
+        return None if self.spread is None else self.spread.middle
 
 
-def _replica_rows(track: CallTimings, width: int, height: int, style: TerminalStyle) -> list[Row]:
-    """Return a header, a row per replica, and idle devices.
-
-    The widths of the columns depend on the panel's width, on the last call, and on which times are known.
-    """
+def _timed_parts(track: CallTimings) -> list[_TimedPart]:
+    """Return the replicas of the last call; of a split model, its stages."""
     call = track.last
-    numbers = [replica.replica for replica in call.replicas]
-    device_width = min(max([span_width(sanitize_line(d, 20)) for d in call.devices] + [6]), 10)
-    ins = [size_text(replica.inputs) for replica in call.replicas]
-    outs = [size_text(replica.outputs) for replica in call.replicas]
-    # Number, device, rows, times and gaps have fixed widths. Sizes get the rest; drawings get what the sizes leave.
-    times = _time_columns(track, numbers)
-    free_cells = max(width - (3 + device_width + 2 + 2 + 6 + 10 * len(times)), 12)
-    longest = max(map(span_width, [*outs, "output"]))
-    input_width = min(max(map(span_width, [*ins, "input"])), max(free_cells * 3 // 5, free_cells - longest))
-    output_width = min(longest, free_cells - input_width)
-    spare_cells = free_cells - input_width - output_width - 3  # a gap before the bar, two before the spread
-    bar_width = min(spare_cells * 2 // 5, 24) if spare_cells * 2 // 5 >= len("share") else 0
-    counts = [count_rows(replica.inputs, call.dim) for replica in call.replicas]
-    columns = [
-        TableColumn("#", 2, [str(number) for number in numbers], "bold", gap=1),
-        TableColumn(
-            "device", device_width, [sanitize_line(replica.device, 40) for replica in call.replicas], left=True, gap=2
-        ),
-        TableColumn("input", input_width, ins, left=True, gap=2),
-        TableColumn("output", output_width, outs, left=True),
-        TableColumn("rows", 6, [UNKNOWN if count is None else str(count) for count in counts]),
+    parts = [(stage.stage, stage) for stage in call.stages] if _is_staged(call) else []
+    numbered: list[tuple[int, Replica | Stage]] = [*parts, *((replica.replica, replica) for replica in call.replicas)]
+    return [
+        _TimedPart(
+            part,
+            number,
+            sanitize_line(part.device, 20),
+            track.times[number] if number < len(track.times) else None,
+            track.device_ns.get(number),
+        )
+        for number, part in numbered
     ]
-    if bar_width:
+
+
+def _part_table(track: CallTimings, width: int, style: TerminalStyle) -> list[Row]:
+    """Return a header, and a row per replica with its share of the batch, or per stage with its incoming tensors."""
+    call, parts = track.last, _timed_parts(track)
+    device, *times = fact_columns(PART_TIMES, parts, dict.fromkeys(("host time", "on device"), "bold"))
+    columns = [PanelColumn("#", [str(part.number) for part in parts], "bold", min_width=2), device]
+    if _is_staged(call):
+        names = [sanitize_line(", ".join(stage.parts), 200) for stage in call.stages]
+        columns.append(PanelColumn("parts", names, is_text=True))
+    columns.append(PanelColumn("input", [size_text(part.part.inputs) for part in parts], is_text=True))
+    columns.append(PanelColumn("output", [size_text(part.part.outputs) for part in parts], is_text=True))
+    if _is_staged(call):
+        crossed = [format_bytes(stage.crossed_bytes) if stage.stage else "" for stage in call.stages]
+        return draw_table([*columns, PanelColumn("crossed", crossed, min_width=8), *times], width, style.glyphs.more)
+    counts = [count_rows(part.part.inputs, call.dim) for part in parts]
+    columns.append(PanelColumn("rows", [UNKNOWN if count is None else str(count) for count in counts], min_width=4))
+
+    def share_bars(bar_width: int) -> Sequence[str | Row]:
         shares = [(count / call.rows,) if count is not None and call.rows else None for count in counts]
-        bars: list[Row] = [[(" ", ""), *filled_bar(share, bar_width, style.glyphs)] for share in shares]
-        columns.append(TableColumn(" " + "share".ljust(bar_width), bar_width + 1, bars))
-    columns += times
-    if spare_cells >= len("spread"):
-        columns.append(_spread_column(track, numbers, min(spare_cells - bar_width, 48), style))
-    rows = table_rows(columns, style.glyphs.more)[0 if height > 1 else 1 :] + _idle_device_rows(call, style)
-    return rows if call.replicas else [*rows, [("the replicas of this call were not seen", "dim")]]
+        return ["share".ljust(bar_width), *(filled_bar(share, bar_width, style.glyphs) for share in shares)]
+
+    def spread_bars(bar_width: int) -> Sequence[str | Row]:
+        return _spread_bars([part.spread for part in parts], bar_width, style)
+
+    columns.append(PanelColumn(cells=[""] * len(parts), rank=2, min_width=len("share"), draw=share_bars))
+    spread = PanelColumn(cells=[""] * len(parts), rank=1, min_width=len("spread"), draw=spread_bars, max_width=48)
+    spread = spread._replace(wanted_width=len("1.25ms 4.19ms"))
+    return draw_table([*columns, *times, spread], width, style.glyphs.more)
 
 
-def _spread_column(track: CallTimings, numbers: Sequence[int], width: int, style: TerminalStyle) -> TableColumn:
-    """Return a column with the range of each replica's times, on a scale up to the slowest one.
+def _spread_bars(spreads: Sequence[TimePercentiles | None], width: int, style: TerminalStyle) -> Sequence[str | Row]:
+    """Return a title and the range of each replica's times, on a scale up to the slowest one.
 
     The scale starts at the fastest one, unless that would magnify noise.
     """
-    spreads = [spread for spread in track.times if spread is not None]
-    top = max((spread.high for spread in spreads), default=0.0)
-    bottom = min([spread.low for spread in spreads] + [top * 0.7])
-    bars: list[Row] = []
-    for number in numbers:
-        times = track.times[number] if number < len(track.times) else None
+    top = max((spread.high for spread in spreads if spread is not None), default=0.0)
+    bottom = min([spread.low for spread in spreads if spread is not None] + [top * 0.7])
+    bars: list[str | Row] = [_scale_title(bottom, top, width)]
+    for times in spreads:
         text = " " * width
         if times is not None:
             text = range_bar(times.low, times.middle, times.high, top, width, style.glyphs, bottom)
-        bars.append([("  " + text, "bar")])
-    return TableColumn("  " + _scale_title(bottom, top, width), width + 2, bars)
+        bars.append([(text, "bar")])
+    return bars
 
 
 def _scale_title(bottom: float, top: float, width: int) -> str:
@@ -228,36 +242,6 @@ def _scale_title(bottom: float, top: float, width: int) -> str:
     return (_RANGE_TITLE if width >= len(_RANGE_TITLE) else "spread").ljust(width)
 
 
-def _stage_rows(track: CallTimings, width: int, style: TerminalStyle) -> list[Row]:
-    """Return a header, and a row per stage with its incoming tensors and its time."""
-    call = track.last
-    device_width = min(max([span_width(sanitize_line(s.device, 20)) for s in call.stages] + [6]), 10)
-    ins = [size_text(stage.inputs) for stage in call.stages]
-    outs = [size_text(stage.outputs) for stage in call.stages]
-    names = [sanitize_line(", ".join(stage.parts), 200) for stage in call.stages]
-    free_cells = max(width - 3 - device_width - 2 - 10 - 10 - 4 - (10 if track.device_ns else 0), 18)
-    input_width = min(max(map(span_width, [*ins, "input"])), free_cells // 3)
-    output_width = min(max(map(span_width, [*outs, "output"])), free_cells // 3)
-    names_width = min(max(map(span_width, [*names, "parts"])), free_cells - input_width - output_width)
-    columns = [
-        TableColumn("#", 2, [str(stage.stage) for stage in call.stages], "bold", gap=1),
-        TableColumn(
-            "device", device_width, [sanitize_line(stage.device, 20) for stage in call.stages], left=True, gap=2
-        ),
-        TableColumn("parts", names_width, names, left=True, gap=2),
-        TableColumn("input", input_width, ins, left=True, gap=2),
-        TableColumn("output", output_width, outs, left=True),
-        TableColumn(
-            "crossed", 10, ["" if not stage.stage else format_bytes(stage.crossed_bytes) for stage in call.stages]
-        ),
-        *_time_columns(track, [stage.stage for stage in call.stages]),
-    ]
-    rows = table_rows(columns, style.glyphs.more)
-    if not call.stages:
-        rows.append([("no stage of this call was seen", "dim")])
-    return rows
-
-
 def size_text(sizes: tuple[Size, ...] | None) -> str:
     """Return the first size and the number of others, sanitized: "[16, 512] +2"."""
     if sizes is None:
@@ -274,13 +258,12 @@ def all_size_rows(
     outputs: tuple[Size, ...] | None,
     width: int,
     style: TerminalStyle,
-    unseen_text: str = "not seen",
 ) -> list[Row]:
     """Return a row per input or output size."""
     rows: list[Row] = []
     for label, sizes in (("in ", inputs), ("out", outputs)):
         if sizes is None:
-            rows.append([(f"   {label}  {UNKNOWN}  {unseen_text}", "dim")])
+            rows.append([(f"   {label}  {UNKNOWN}  not seen", "dim")])
         for size in sizes or ():
             rows.append([(f"   {label}  ", "dim"), (truncate(_size_line(size), width - 8, style.glyphs.more), "")])
     return rows
@@ -307,7 +290,7 @@ def _idle_device_rows(call: Call, style: TerminalStyle) -> list[Row]:
     if call.failed:
         reason = "no output: an exception ended the call"
     return [
-        [(align_right(str(i), 2) + " ", "dim"), (sanitize_line(device, 20) + "  ", "dim"), (reason, "wait")]
+        [(align_right(str(i), 2) + "  ", "dim"), (sanitize_line(device, 20) + "  ", "dim"), (reason, "wait")]
         for i, device in enumerate(call.devices[chunk_count:], chunk_count)
     ]
 
@@ -336,11 +319,9 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
         rows.append([(f"mode {mode}  {devices}", "dim")])
         rows += wrap_to_rows(_host_times_note(track), width)
         rows.append([])
-    for replica in track.last.replicas:
-        rows.append([(f"{align_right(str(replica.replica), 2)} {sanitize_line(replica.device, 40)}", "bold")])
-        rows += all_size_rows(replica.inputs, replica.outputs, width, style, "not seen by a forward hook")
-    for stage in track.last.stages:
-        names = sanitize_line(", ".join(stage.parts), max(width - 20, 10))
-        rows.append([(f"{align_right(str(stage.stage), 2)} {sanitize_line(stage.device, 40)}  ", "bold"), (names, "")])
-        rows += all_size_rows(stage.inputs, stage.outputs, width, style)
+    for part in _timed_parts(track):
+        names = sanitize_line(", ".join(part.part.parts), 200) if isinstance(part.part, Stage) else ""
+        heading: Row = [(f"{part.number:2} {part.device}  ", "bold"), (names, "")]
+        rows.append(fit_row(heading, width, style.glyphs.more))
+        rows += all_size_rows(part.part.inputs, part.part.outputs, width, style)
     return rows

@@ -11,7 +11,7 @@ from dpmon.model.findings.failure_findings import INVALID_LOSS_TEXTS
 from dpmon.model.findings.finding_evidence import MIN_DATA_SHARE, MIN_STEPS, data_share
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import Throughput, throughput_of
-from dpmon.record.schema import SECOND, SPAN_PHASES
+from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
@@ -30,13 +30,12 @@ from dpmon.text.formatting import (
 from dpmon.ui.panels import panel_stall
 from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, shown_losses, shown_progress
 from dpmon.ui.panels.rank_map import PROBLEM_STYLES
-from dpmon.ui.screen_data import READING, ActivityText, ScreenData, describe_activity, format_mode_and_devices
+from dpmon.ui.screen_data import ActivityText, ScreenData, describe_activity, format_mode_and_devices
 from dpmon.ui.styled_rows import Row, fit_row, join_left_right, plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
 WARNING_SHOWN_NS = 60 * SECOND
 DONE_SHOWN_NS = 15 * SECOND
-_ALL_WARNINGS_HINT = "  W: full text "
 _MIN_NAME_CELLS, _MIN_STATE_CELLS = 10, len(WAITING_FOR_DATA) + 2
 """Fewest cells for the run's name and its state, whatever they are, so that the metrics next to them do not move."""
 _MIN_TIME_LEFT_CELLS = len(" · took 9.99 s")
@@ -82,9 +81,6 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
             progress_row = second if shown_progress(screen).epoch is not None and not screen.is_over else []
             message = [(line, "bad") for line in continuation] or _recent_warning(screen) or progress_row
     corner = _lost_records_part(screen)
-    is_warning = bool(message) and message == _recent_warning(screen)
-    if is_warning and 1 + row_width(detail_row) + row_width(message) + row_width(corner) > width:
-        corner = [(_ALL_WARNINGS_HINT, "dim"), *corner]
     if detail_row and row_width(message) > max_cells - row_width(corner):
         first_style = next((text_style for _, text_style in message), "dim")
         if first_style == "dim":
@@ -147,8 +143,6 @@ def _first_row(
 
 def _current_throughput(screen: ScreenData) -> Throughput:
     process = screen.process
-    if screen.is_reading and not screen.is_over:  # the newest steps read so far are old ones
-        return Throughput(None, READING)
     if process is None:
         return Throughput(None, "no training process yet")
     _, since_ns = screen.activities.get(process.process, ("", 0))
@@ -259,7 +253,7 @@ def _message_row(screen: ScreenData, style: TerminalStyle, width: int, omitted: 
             text = f"{rank_text}waits for data: {format_percent(share)} of its step time"
             return [(f"{style.glyphs.focus} ", "wait"), (text, "")]
     rates = _current_throughput(screen)
-    if rates.reason not in (None, READING) and process is not None and process.last_step is not None:
+    if rates.reason is not None and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
     return _fact_row(screen, style, width, omitted)
 
@@ -373,36 +367,7 @@ def reply_message(screen: ScreenData, style: TerminalStyle) -> Row:
         return [(screen.view.message, "wait")]
     if screen.is_over:
         return []
-    failed = _failed_nodes_message(screen)
-    if failed or screen.shown_stall is not None:
-        return failed or _pending_request_reason(screen)
-    return _pause_message(screen) or _mode_reply(screen, style)
-
-
-def _pending_request_reason(screen: ScreenData) -> Row:
-    """Return what a pending request waits for while the training makes no progress; empty without a request."""
-    toggle = screen.mode_request
-    if toggle is not None and toggle.status != "pending":
-        toggle = None
-    busy = [
-        (since_ns, process_index, activity)
-        for process_index, (activity, since_ns) in screen.activities.items()
-        if since_ns > 0 and activity != "ended"
-    ]
-    if not busy or not (toggle or screen.pause_state.is_pending):
-        return []
-    since_ns, process_index, activity = min(busy)
-    process = screen.state.processes.get(process_index)
-    name = "the training" if process is None or process.rank is None else process.name
-    request_text = "pause" if screen.pause_state.is_requested else "resume"
-    if toggle:
-        request_text = f"switch to {toggle.mode}"
-    waited_s = (screen.now_ns - since_ns) / 1e9
-    place = f"in {activity}" if activity in SPAN_PHASES else "in the script's own code"
-    return [
-        (f"{name} has been {place} for {waited_s:.0f} s: ", "wait"),
-        (f"it will {request_text} as soon as it can", ""),
-    ]
+    return _failed_nodes_message(screen) or _pause_message(screen) or _mode_reply(screen, style)
 
 
 def _reply_count(screen: ScreenData) -> str:
@@ -449,7 +414,7 @@ def _mode_reply(screen: ScreenData, style: TerminalStyle) -> Row:
     if toggle.status == "pending":
         waited_s = max(screen.now_ns - toggle.since_ns, 0) / 1e9
         note = "takes effect at the next call"
-        if not screen.is_reading and (screen.process is None or screen.process.seen_ns < 0):
+        if screen.process is None or screen.process.seen_ns < 0:
             note = "takes effect at the first call"
         elif screen.pause_state.since_ns is not None:
             note = "takes effect once training resumes (p)"

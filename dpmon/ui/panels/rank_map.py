@@ -13,12 +13,10 @@ from dpmon.model.nodes import SILENT, NodeStatus
 from dpmon.model.stragglers import RankTimes, Straggler, delay_shares
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.text.cells import align_right, span_width
-from dpmon.text.formatting import format_count_with_noun
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
 
-MAX_ROWS = 64
 _BLOCK_CELLS = 8
 """Cells between two gaps."""
 _NUMBER_CELLS, _MAX_NAME_CELLS = 4, 16
@@ -73,20 +71,16 @@ def rows_by_rank(
 ) -> list[Row]:
     """Return rows of 32 ranks, or 16 if 32 do not fit; each starts with the number of its first rank.
 
-    A rank without records is blank, and a row without any rank is omitted. Beyond MAX_ROWS rows, the last row
-    counts the ranks that are not drawn.
+    A rank without records is blank, and a row without any rank is omitted.
     """
     ranks_per_row = 32 if width >= _NUMBER_CELLS + 1 + 32 + 3 else 16
     cells = _rank_cells(ranks, delay_shares(ranks), straggler, style)
     by_rank = {times.process if times.rank is None else times.rank: cells[times.process] for times in ranks}
-    first_ranks = sorted({rank // ranks_per_row * ranks_per_row for rank in by_rank})
-    shown_ranks = first_ranks if len(first_ranks) <= MAX_ROWS else first_ranks[: MAX_ROWS - 1]
     rows: list[Row] = []
-    for first in shown_ranks:
+    for first in sorted({rank // ranks_per_row * ranks_per_row for rank in by_rank}):
         blocks = _split_into_blocks([by_rank.get(rank, (" ", "")) for rank in range(first, first + ranks_per_row)])
         rows += _labeled_rows([align_right(str(first), _NUMBER_CELLS)], blocks, len(blocks))
-    omitted_count = sum(rank >= shown_ranks[-1] + ranks_per_row for rank in by_rank) if shown_ranks else 0
-    return [*rows, [(f"and {format_count_with_noun(omitted_count, 'rank')} more", "dim")]] if omitted_count else rows
+    return rows
 
 
 def _split_into_blocks(cells: Row) -> list[Row]:

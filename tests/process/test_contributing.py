@@ -200,7 +200,7 @@ def test_record_and_report_have_the_fact_of_ranks(run: Changed) -> None:
     assert wrapper["dtypes"] == "float"
 
 
-def test_a_new_column_is_in_report_page_and_json(run: Changed) -> None:
+def test_a_new_column_is_in_report_page_json_and_panel(run: Changed) -> None:
     epochs = json.loads(run.says("report", "epochs", "--json"))["epochs"]
     assert [epoch["batch_ms"] for epoch in epochs] == [
         pytest.approx(epoch["seconds"] * 1e3 / epoch["batches"]) for epoch in epochs
@@ -208,6 +208,10 @@ def test_a_new_column_is_in_report_page_and_json(run: Changed) -> None:
     head = "took a batch"
     assert head in " ".join(run.says("report", "epochs").split())
     assert ">a batch</th>" in run.says("report", "epochs", "--html", "-o", "-")
+    terminal = Terminal(run.dpmon, "attach", "epochs", argv=None, size=(50, 180), **run.env)
+    terminal.shows(" a batch ")
+    terminal.type("q")
+    terminal.wait()
 
 
 def test_a_run_from_before_the_change_is_refused_with_a_sentence(run: Changed) -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall, final_stall
-from dpmon.model.run_snapshot import ModeChange, Process, RunSnapshot
+from dpmon.model.run_events import ModeChange
+from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import RANK_MODES

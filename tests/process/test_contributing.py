@@ -57,19 +57,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-EPOCHS = """
-import torch
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-loader = torch.utils.data.DataLoader(torch.randn(64, 4), 8)
-for epoch in range(3):
-    for batch in loader:
-        optimizer.zero_grad()
-        model(batch).mean().backward()
-        optimizer.step()
-"""
-
-
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with the patches of the page and a new reference."""
@@ -124,7 +111,6 @@ def run(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cha
     before = dpmon.run("--headless", "--name", "before", "script.py")
     assert before.status == 0, before.errors
     dpmon.run("--headless", "--name", "rank", dpmon.script(RANK, "rank.py"), env=env)
-    dpmon.run("--headless", "--name", "epochs", dpmon.script(EPOCHS, "epochs.py"), env=env)
     options = ("--headless", "--json=lines", "--metrics", "run.prom", "--name", "after")
     result = dpmon.run(*options, "script.py", env=env)
     assert result.status == 0, result.errors
@@ -204,20 +190,6 @@ def test_record_and_report_have_the_fact_of_ranks(run: Changed) -> None:
     assert "parameters of type float" in " ".join(run.says("report", "rank").split())
     (wrapper,) = json.loads(run.says("report", "rank", "--json"))["communication"]["wrappers"]
     assert wrapper["dtypes"] == "float"
-
-
-def test_a_new_column_is_in_report_page_json_and_panel(run: Changed) -> None:
-    epochs = json.loads(run.says("report", "epochs", "--json"))["epochs"]
-    assert [epoch["batch_ms"] for epoch in epochs] == [
-        pytest.approx(epoch["seconds"] * 1e3 / epoch["batches"]) for epoch in epochs
-    ]
-    head = "took a batch"
-    assert head in " ".join(run.says("report", "epochs").split())
-    assert ">a batch</th>" in run.says("report", "epochs", "--html", "-o", "-")
-    terminal = Terminal(run.dpmon, "attach", "epochs", argv=None, size=(50, 180), **run.env)
-    terminal.shows(" a batch ")
-    terminal.type("q")
-    terminal.wait()
 
 
 def test_a_run_from_before_the_change_is_refused_with_a_sentence(run: Changed) -> None:

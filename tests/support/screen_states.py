@@ -92,7 +92,7 @@ def with_mode_reply(facts: ScreenData, mode: str = "dp", **changes: Any) -> Scre
     """Return the facts after a reply to a request for a mode: `mode` is in force."""
     event = Event("mode", {"process": 0, "t_s": facts.now_ns / SECOND, "mode": mode, "requested_by": "user", **changes})
     state = snapshot_of_rows([event])
-    return replace(facts, state=replace(facts.state, mode_changes=state.mode_changes))
+    return replace(facts, state=facts.state.with_facts(mode_changes=state.mode_changes))
 
 
 def with_process(facts: ScreenData, **changes: Any) -> ScreenData:

@@ -66,7 +66,9 @@ def _sorted_gpus(screen: ScreenData) -> list[tuple[int, DeviceHistory]]:
 def preferred_height(screen: ScreenData) -> int:
     """Return the number of rows of the whole content."""
     count = len(screen.state.devices)
-    rows = (2 if count <= 4 else 1) * count + 1 if count else 2
+    rows = 2
+    if count:
+        rows = (2 if count <= 4 else 1) * count + 1
     torch_devices = len(screen.state.device_memory)
     return rows + min(torch_devices, 8) + (count > 0) if torch_devices else rows
 
@@ -225,8 +227,8 @@ def _usage_rows(
     for data in samples:
         used, total = _memory_use(data)
         is_full = used is not None and total is not None and total - used < total * _MIN_FREE_SHARE
-        text_style = "wait" if is_full and may_belong_to_run(data) else "" if may_belong_to_run(data) else "dim"
-        free.append([(format_free_bytes(used, total), text_style)])
+        own_style = "wait" if is_full else ""
+        free.append([(format_free_bytes(used, total), own_style if may_belong_to_run(data) else "dim")])
     blanks = [""] * len(tracks)
     columns = [PanelColumn("", cells([gpu_label(index, track.data) for index, track in tracks], "bold"), is_text=True)]
     if _one_name(tracks) is None:

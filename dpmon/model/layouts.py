@@ -113,8 +113,10 @@ class ReplicaStats:
     def flow(self) -> str:
         """The most frequent sizes received and returned, and the number of others."""
         (inputs, outputs), *others = self.sizes_by_calls
-        more = f" (+{len(others)} other size{'s' if len(others) > 1 else ''})" if others else ""
-        return format_sizes(inputs, outputs) + more
+        text = format_sizes(inputs, outputs)
+        if others:
+            text += f" (+{len(others)} other size{'s' if len(others) > 1 else ''})"
+        return text
 
     @property
     def host_ns(self) -> float | None:

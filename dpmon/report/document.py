@@ -89,8 +89,6 @@ class Plot(NamedTuple):
     note: str
     series: Sequence[PlotSeries]
     unit: str
-    rows: Sequence[str] = ()
-    """The names of the rows, if the plot has rows."""
     time_span: TimeSpan = TimeSpan(0.0, 1.0)
     axis_end: float | None = None
     """The end of the value axis; None: derived from the values."""

@@ -173,7 +173,7 @@ class _Canvas:
         self.has_cells = any(series.kind == "cells" for series in plot.series)
         self.start_s, self.end_s, self.marks = plot.time_span
         self.top = _TOP_MARGIN + (_MARK_ROW if self.marks else 0.0)
-        self.height = self.top + _BOTTOM_MARGIN + _CELL_ROW * len(plot.rows) if plot.rows else HEIGHT
+        self.height = self.top + _BOTTOM_MARGIN + _CELL_ROW * len(plot.series) if self.has_cells else HEIGHT
         self.width = WIDTH - _LEFT_MARGIN - (_MEAN_WIDTH if self.has_cells else _RIGHT_MARGIN)
         values = list(_values_to_cover(plot))
         self.largest = max(values, default=0.0)

@@ -182,13 +182,9 @@ def _rank_wait_plot(run: RunAnalysis) -> Plot | None:
     if not any(value for rank_series in series for _, _, value in rank_series.points):
         return None
     note = "how long the others waited for each rank, as a share of its step; right: the mean"
-    note += _omitted_ranks_note(ranks)
-    return Plot("waits", "Who was slowest, when", note, series, "", [rank_series.name for rank_series in series])
-
-
-def _omitted_ranks_note(ranks: Sequence[object]) -> str:
-    omitted_count = len(ranks) - _MAX_RANKS
-    return f"; {omitted_count:,} ranks omitted" if omitted_count > 0 else ""
+    if len(ranks) > _MAX_RANKS:
+        note += f"; {len(ranks) - _MAX_RANKS:,} ranks omitted"
+    return Plot("waits", "Who was slowest, when", note, series, "")
 
 
 def _merge_equal_shares(shares: Mapping[int, float], width: int) -> list[tuple[float, float, float]]:

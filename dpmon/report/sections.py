@@ -31,8 +31,6 @@ from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.text.fact_table import FactTable
 from dpmon.text.formatting import (
-    UNKNOWN,
-    format_bytes_of_total,
     format_count,
     format_elapsed,
     format_long_duration,
@@ -236,25 +234,22 @@ def _communication_tables(run: RunAnalysis) -> list[Table]:
 
 
 def _device_parts(run: RunAnalysis) -> list[Part]:
-    parts: list[Part] = []
-    if run.devices:
-        labels = []
-        for device in run.devices:
-            alias = f" ({device.called})" if device.called else ""  # as the run's processes call it
-            labels.append(f"{gpu_name(device.index, run.nodes)}{alias} {device.name or ''}".strip())
+    """Return a table of the GPUs and the host (of several nodes, of each), and why there is no GPU."""
+    devices, parts = [*run.devices, *run.samples.hosts], list[Part]()
+    if not run.devices:
+        parts.append(Paragraph(f"no GPU: {run.samples.gpu_absent}" if run.samples.gpu_absent else "no GPU was seen"))
+    labels = []
+    for device in devices:
+        alias = f" ({device.called})" if device.called else ""  # as the run's processes call it
+        labels.append(f"{gpu_name(device.index, run.nodes)}{alias} {device.name or ''}".strip())
+    parts += _table(tables.DEVICES, devices, labels)
+    if devices:
         sample_note = " that are left" if run.store.pruned else ""
         sample_note += ", without samples during pauses" if run.paused else ""
-        use_text = f"use (share of time in which a kernel ran): median of the samples{sample_note}"
-        parts = [*_table(tables.DEVICES, run.devices, labels)]
-        parts.append(Paragraph(f"{use_text}; memory, °C and W: the highest", is_note=True))
-    else:
-        parts.append(Paragraph(f"no GPU: {run.samples.gpu_absent}" if run.samples.gpu_absent else "no GPU was seen"))
-    for host in run.samples.hosts[:MAX_ROWS]:
-        use_text = UNKNOWN if host.util_median is None else f"{host.util_median:.0f}%"
-        sample_text = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
-        memory_text = format_bytes_of_total(host.mem_used_max, host.mem_total)
-        name = gpu_name(host.index, run.nodes)
-        parts.append(Paragraph(f"{name}: CPU {use_text} (median of {sample_text}), max. memory {memory_text}"))
+        use_text = (
+            "use (of a GPU, the share of time in which a kernel ran; of a host, of its CPUs): median of the samples"
+        )
+        parts.append(Paragraph(f"{use_text}{sample_note}; memory, °C and W: the highest", is_note=True))
     return parts
 
 

@@ -156,7 +156,8 @@ def pause_sentence(report: ReportData) -> str | None:
     if totals.ns:
         parts.append(f"for {format_long_duration(totals.ns)}{' total' if has_several else ''}")
     if totals.unended:
-        parts.append(f"{f'{totals.unended:,} of them ' if has_several else ''}without a recorded end")
+        count_text = f"{totals.unended:,} of them " if has_several else ""
+        parts.append(f"{count_text}without a recorded end")
     if totals.on:
         parts.append("and was paused when it ended" if report.has_ended else "and is paused now")
     accounting_text = "not counted in any step, phase or metric"

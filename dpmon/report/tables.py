@@ -6,6 +6,7 @@ A new column here is shown in all of them. A fact comes from dpmon.model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.schema import EXPOSED, WAIT
@@ -36,6 +37,7 @@ _DEVICE_MS = "device_median_ms"
 _RATE = Form(format_samples_per_s)
 _WAIT = Form(lambda ns: format_duration(ns) if ns else "0", ms)
 _LOSS = Form(format_loss)
+_YES_NO = Form(lambda is_so: "yes" if is_so else "no")
 _CLOCK = Form(format_elapsed)
 
 
@@ -174,15 +176,15 @@ RANK_TIMES: FactTable[RankTimes] = FactTable(
         ),
     ),
 )
+
+
+def _memory(owner: str, short: str = "") -> FactColumn[DeviceMemory]:
+    return FactColumn(owner, attrgetter(owner), BYTES, f"{owner}_bytes", short=short, is_optional=True)
+
+
 MEMORY: FactTable[DeviceMemory] = FactTable(
     FactColumn("", lambda memory: memory.label, TEXT),
-    (
-        FactColumn("model", lambda memory: memory.model, BYTES, "model_bytes"),
-        FactColumn("gradients", lambda memory: memory.gradients, BYTES, "gradients_bytes", short="grads"),
-        FactColumn("optimizer", lambda memory: memory.optimizer, BYTES, "optimizer_bytes", short="optim"),
-        FactColumn("rest", lambda memory: memory.rest, BYTES, "rest_bytes"),
-        FactColumn("peak", lambda memory: memory.peak, BYTES, "peak_bytes"),
-    ),
+    (_memory("model"), _memory("gradients", "grads"), _memory("optimizer", "optim"), _memory("rest"), _memory("peak")),
     ("device", "processes"),
 )
 DEVICES: FactTable[DeviceUsage] = FactTable(
@@ -192,10 +194,12 @@ DEVICES: FactTable[DeviceUsage] = FactTable(
         FactColumn(
             "max. memory", lambda device: format_bytes_of_total(device.mem_used_max, device.mem_total), Form(str)
         ),
-        FactColumn("this run", lambda device: device.mem_run_max, BYTES),
-        FactColumn("°C", lambda device: device.temperature_max, NUMBER),
-        FactColumn("W", lambda device: device.power_max, NUMBER),
-        FactColumn("", lambda device: "not used by this run" if device.of_run is False else "", TEXT),
+        FactColumn("this run", lambda device: device.mem_run_max, BYTES, is_optional=True),
+        FactColumn("°C", lambda device: device.temperature_max, NUMBER, is_optional=True),
+        FactColumn("W", lambda device: device.power_max, NUMBER, is_optional=True),
+        FactColumn(
+            "of run", lambda device: device.of_run, Form(lambda is_own: "yes" if is_own else "no"), is_optional=True
+        ),
     ),
     (
         *("index", "name", "uuid", "called", "of_run", "samples", "util_median", "mem_used_max", "mem_run_max"),

@@ -288,7 +288,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
 def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     made, end = ddp_rank_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
     (plot,) = [plot for plot in build_plots(collect_report_data(write_run_directory(made)).run) if plot.name == "waits"]
-    assert plot.rows == ["rank 0", "rank 1", "rank 2"]
+    assert [series.name for series in plot.series] == ["rank 0", "rank 1", "rank 2"]
     half = end / SECOND / 2
     for rank, one in enumerate(plot.series):
         for begin, until, share in one.points:
@@ -308,7 +308,7 @@ def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     made, _ = ddp_rank_rows(70, slow=68, phase="data", steps=60)
     story = collect_report_data(write_run_directory(made))
     (plot,) = [plot for plot in build_plots(story.run) if plot.name == "waits"]
-    assert plot.rows == [f"rank {rank}" for rank in (*range(63), 68)], plot.name
+    assert [series.name for series in plot.series] == [f"rank {rank}" for rank in (*range(63), 68)]
     assert plot.note.endswith("; 6 ranks omitted")
     tables = [part for section in build_document(story).sections for part in section.parts if isinstance(part, Table)]
     shown = [[row[0] for row in table.rows[:MAX_ROWS]] for table in tables if len(table.rows) == 70]

@@ -15,7 +15,7 @@ from dpmon.model.nodes import node_of
 from dpmon.record.safe_json import number_member
 from dpmon.report.tables import MEMORY
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import align_right, span_width, truncate
+from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_free_bytes
 from dpmon.ui.chart import block_line, filled_bar
 from dpmon.ui.device_details import (
@@ -29,7 +29,7 @@ from dpmon.ui.device_details import (
     may_belong_to_run,
     missing_value_reasons,
 )
-from dpmon.ui.panel_table import PanelColumn, draw_table
+from dpmon.ui.panel_table import PanelColumn, draw_table, fact_columns
 from dpmon.ui.screen_data import NAMES, ScreenData
 from dpmon.ui.styled_rows import Row, Span, fit_row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
@@ -42,6 +42,7 @@ _ACTIVITY_FIELDS = (
     *(("mem_run_bytes", "run"), ("mem_others_bytes", "others"), ("dram_active_pct", "dram")),
 )
 """The fields of a GPU's second row after its power, temperature and clock; percentages only if known."""
+_METRICS = (("power_w", "W"), ("temperature_c", "°C"), ("sm_clock_mhz", "MHz"))
 _FREE_CELLS = len("69.8 of 80.0 GiB free") + 1
 _MIN_FREE_SHARE = 0.05
 """A GPU with a smaller share of free memory is marked."""
@@ -67,9 +68,11 @@ def _sorted_gpus(screen: ScreenData) -> list[tuple[int, DeviceHistory]]:
 def preferred_height(screen: ScreenData) -> int:
     """Return the number of rows of the whole content."""
     count = len(screen.state.devices)
-    rows = (2 if count <= 4 else 1) * count + 1 if count else 2
+    rows = 2
+    if count:
+        rows = (2 if count <= 4 else 1) * count + 1
     torch_devices = len(screen.state.device_memory)
-    return rows + min(torch_devices, 8) + (count > 0) if torch_devices else rows
+    return rows + 1 + min(torch_devices, 8) + (count > 0) if torch_devices else rows
 
 
 def _one_name(tracks: Sequence[tuple[int, DeviceHistory]]) -> str | None:
@@ -128,24 +131,21 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     """Return the rows inside the frame."""
     tracks = _sorted_gpus(screen)
     if not tracks:
-        memory_rows = _memory_rows(screen, width, with_reasons=False)
+        memory_rows = _memory_rows(screen, width, style)[: 1 + len(screen.state.device_memory)]
         return [*render_host(screen, width, height - len(memory_rows), style), *memory_rows]
     note_rows = _throttle_and_missing_rows(tracks, width, style)
-    memory_rows = _memory_rows(screen, width)
+    memory_rows = _memory_rows(screen, width, style)
     free_rows = height - len(note_rows)
-    rows = _usage_rows(tracks, width, screen, style)
-    if 2 * len(tracks) + len(memory_rows) <= free_rows:
+    has_details = 2 * len(tracks) + len(memory_rows) <= free_rows
+    rows = _usage_rows(tracks, width, screen, style, with_metrics=not has_details)
+    if has_details:
         rows = [row for pair in zip(rows, _detail_rows(tracks, width), strict=True) for row in pair]
     elif len(tracks) > free_rows and width >= _MIN_GRID_CELLS:
         left_width, middle = (width - 2) // 2, -(-len(tracks) // 2)
         left = _usage_rows(tracks[:middle], left_width, screen, style)
         right = [*_usage_rows(tracks[middle:], left_width, screen, style), *[[]] * (len(tracks) % 2)]
         rows = [[*fit_row(first, left_width + 2), *second] for first, second in zip(left, right, strict=True)]
-    free_memory_rows = height - len(rows) - len(note_rows)
-    if memory_rows and free_memory_rows > 0:
-        hidden_count = len(memory_rows) - free_memory_rows
-        if hidden_count > 0:
-            memory_rows = [*memory_rows[: free_memory_rows - 1], [(f"memory of {hidden_count + 1} more: zoom", "dim")]]
+    if len(rows) + len(memory_rows) + len(note_rows) <= height:
         rows += memory_rows
     return rows + note_rows
 
@@ -154,7 +154,7 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     """Return the rows on the full screen: memory by owner, charts of all devices, then everything known of each."""
     tracks = _sorted_gpus(screen)
     axis = make_device_axis(screen)
-    memory_rows = _memory_rows(screen, width)
+    memory_rows = _memory_rows(screen, width, style)
     if not tracks:
         return [*render_host(screen, width, max(height - len(memory_rows), 3), style, full_size=True), *memory_rows]
     rows: list[Row] = [*memory_rows, []] if memory_rows else []
@@ -169,28 +169,16 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
 # ------------------------------------------------------------------------------------------------ memory by owner
 
 
-def _memory_rows(screen: ScreenData, width: int, *, with_reasons: bool = True) -> list[Row]:
-    """Return a row per device with known torch memory: how much models, gradients and optimizers take."""
-    rows: list[Row] = []
+def _memory_rows(screen: ScreenData, width: int, style: TerminalStyle) -> list[Row]:
+    """Return a table of the torch memory of each device by owner, and why values are missing."""
     device_memory = screen.state.device_memory
-    for memory in device_memory:
-        row: Row = [(sanitize_line(memory.label, 40).ljust(8) + " ", "dim")]
-        parts = [(column.short or column.head, column.cell(memory)) for column in MEMORY.columns]
-        if not with_reasons or row_width(row) + sum(len(label) + 11 for label, _ in parts) > width:
-            # A row below gives the reason for the missing values.
-            parts = [(label, text) for label, text in parts if text != UNKNOWN]
-        for label, text in parts:
-            gap = "  " if len(row) > 1 else ""
-            if row_width(row) + len(gap) + len(label) + 9 <= width:
-                row += [(gap + label, "dim"), (align_right(text, 9), "")]
-        rows.append(row)
+    if not device_memory:
+        return []
+    labels = PanelColumn("memory", [sanitize_line(memory.label, 40) for memory in device_memory], is_text=True)
+    rows = draw_table([labels, *fact_columns(MEMORY, device_memory)], width, style.glyphs.more)
     missing_values = [missing_value for memory in device_memory for missing_value in reasons_of_memory(memory)]
-    if missing_values and with_reasons:
-        long_text = "; ".join(dict.fromkeys(f"{names}: {reason}" for names, reason in missing_values))
-        short_text = "; ".join(dict.fromkeys(reason for _, reason in missing_values))
-        text = long_text if span_width(long_text) <= width else short_text
-        rows.append([(truncate(sanitize_line(text, 300), width), "dim")])
-    return rows
+    text = "; ".join(dict.fromkeys(f"{names}: {reason}" for names, reason in missing_values))
+    return [*rows, [(truncate(sanitize_line(text, 300), width, style.glyphs.more), "dim")]] if text else rows
 
 
 # ------------------------------------------------------------------------------------------------ GPUs
@@ -204,9 +192,14 @@ def _history_text(
 
 
 def _usage_rows(
-    tracks: Sequence[tuple[int, DeviceHistory]], width: int, screen: ScreenData, style: TerminalStyle
+    tracks: Sequence[tuple[int, DeviceHistory]],
+    width: int,
+    screen: ScreenData,
+    style: TerminalStyle,
+    *,
+    with_metrics: bool = True,
 ) -> list[Row]:
-    """Return a row per GPU: its utilization over time, its memory, and as many of its other values as fit."""
+    """Return a row per GPU: its utilization over time, its memory and, with metrics, as many others as fit."""
     axis, samples = make_device_axis(screen), [track.data for _, track in tracks]
 
     def cells(texts: Sequence[str], own_style: str) -> list[str | Row]:
@@ -226,8 +219,8 @@ def _usage_rows(
     for data in samples:
         used, total = _memory_use(data)
         is_full = used is not None and total is not None and total - used < total * _MIN_FREE_SHARE
-        text_style = "wait" if is_full and may_belong_to_run(data) else "" if may_belong_to_run(data) else "dim"
-        free.append([(format_free_bytes(used, total), text_style)])
+        own_style = "wait" if is_full else ""
+        free.append([(format_free_bytes(used, total), own_style if may_belong_to_run(data) else "dim")])
     blanks = [""] * len(tracks)
     columns = [PanelColumn("", cells([gpu_label(index, track.data) for index, track in tracks], "bold"), is_text=True)]
     if _one_name(tracks) is None:
@@ -236,7 +229,7 @@ def _usage_rows(
     columns.append(PanelColumn("", cells(values("util_pct", "%"), "bold"), min_width=4))
     columns.append(PanelColumn(cells=blanks, draw=memory, rank=2, min_width=4))
     columns.append(PanelColumn("", free, rank=1, min_width=len("69.8 of 80.0 GiB free")))
-    for rank, (key, unit) in enumerate((("power_w", "W"), ("temperature_c", "°C"), ("sm_clock_mhz", "MHz")), 3):
+    for rank, (key, unit) in enumerate(_METRICS if with_metrics else (), 3):
         columns.append(PanelColumn("", cells(values(key, unit), ""), rank=rank, min_width=5))
     return draw_table(columns, width, style.glyphs.more)[1:]
 

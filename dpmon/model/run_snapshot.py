@@ -22,7 +22,7 @@ from dpmon.model.epoch_progress import NO_STEP, OTHER_RANK, OVER, Progress, prog
 from dpmon.model.loss_curves import LossCurve, read_loss_curves
 from dpmon.model.mode_comparison import Comparison, compare_modes
 from dpmon.model.nodes import NodeStatus, node_of, read_nodes
-from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, read_range_stats
+from dpmon.model.rank_stats import RANKS_A_SECOND, read_range_stats, read_rank_times
 from dpmon.model.rank_waits import RankWaits, choose_ranks_to_show, read_rank_waits
 from dpmon.model.recent_calls import CALLS_READ, CallTimings, RecentCalls, Root
 from dpmon.model.recorded_stalls import RecordedStall
@@ -466,7 +466,6 @@ class SnapshotCaches:
 
     answers: BucketAnswers = field(default_factory=BucketAnswers)
     samples: DeviceSampleCache = field(default_factory=DeviceSampleCache)
-    rank_times: RankTimesCache = field(default_factory=RankTimesCache)
     slow_steps: SlowStepCache = field(default_factory=lambda: SlowStepCache(_MAX_SEARCHED_IDS))
     events: tuple[object, RunEvents] = (None, RunEvents())
     """The events of the last snapshot, and what they depend on."""
@@ -753,7 +752,7 @@ class RunSnapshot(LazyFacts):
 
     @cached_property
     def _rank_times(self) -> tuple[RankTimes, ...]:
-        """The mean times of all ranks that train together, shown or not, over their last steps."""
+        """The mean times of all ranks that train together, shown or not; of many, some seconds old."""
         focus = self.representative
         if focus is None or not self._other_ranks:
             return ()
@@ -761,7 +760,11 @@ class RunSnapshot(LazyFacts):
         stalls = [(item.since_ns, item.end_ns) for item in self.stalls[-_MAX_STALLS:] if item.end_ns is not None]
         stalled = tuple(range(since // SECOND, end // SECOND + 2) for since, end in stalls)
         others = [*self._other_ranks, *self._ranks_on_other_nodes]
-        return self._caches.rank_times.read(self.store, focus, others, self._wrappers, stalled)
+        return self.read_at_most_every(
+            min(len(others) // RANKS_A_SECOND, _MAX_AGE_S),
+            ("rank times", focus.process, *(rank.process for rank in others), stalled),
+            lambda: read_rank_times(self.store, focus, others, stalled),
+        )
 
     @cached_property
     def slowest_ranks(self) -> Set[int]:

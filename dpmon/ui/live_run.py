@@ -428,12 +428,10 @@ class LiveRun:
 
         Unlike a snapshot, this has no limits of a screen: it may take a second.
         """
-        from dpmon.model.slow_steps import SlowStepCache
-
         request = self._snapshot_request(screen.view, _FROZEN)
 
         def read(store: Store) -> SlowSteps:
-            return RunSnapshot(store, request, screen.state.ended).read_slow_steps(limit, SlowStepCache())
+            return RunSnapshot(store, request, screen.state.ended).read_slow_steps(limit)
 
         time_ns = _frozen_ns(screen) if screen.view.is_frozen else None
         return self._read(screen.elapsed_ns if screen.shows_past else time_ns, read)

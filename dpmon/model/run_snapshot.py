@@ -22,7 +22,7 @@ from dpmon.model.epoch_progress import NO_STEP, OTHER_RANK, OVER, Progress, prog
 from dpmon.model.loss_curves import LossCurve, read_loss_curves
 from dpmon.model.mode_comparison import Comparison, compare_modes
 from dpmon.model.nodes import NodeStatus, node_of, read_nodes
-from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, read_range_stats
+from dpmon.model.rank_stats import RANKS_A_SECOND, read_range_stats, read_rank_times
 from dpmon.model.rank_waits import RankWaits, choose_ranks_to_show, read_rank_waits
 from dpmon.model.recent_calls import CALLS_READ, CallTimings, RecentCalls, Root
 from dpmon.model.recorded_stalls import RecordedStall
@@ -32,7 +32,7 @@ from dpmon.model.run_events import (
     ProcessInfo,
     RunEvents,
 )
-from dpmon.model.slow_steps import SlowStepCache, SlowSteps, StepUnevenness, read_unevenness
+from dpmon.model.slow_steps import SlowSteps, StepUnevenness, read_slow_steps, read_unevenness
 from dpmon.model.step_history import COLUMNS, Column, column_width_s, read_columns, subtract_input_waits
 from dpmon.model.stragglers import RankTimes, Straggler, wait_of
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, RecentRate, read_recent_rate, sample_unevenly
@@ -74,6 +74,8 @@ _COMPARISONS_PER_RUN = 60
 """The modes are compared again when the run has become longer by this fraction (1/60) of its duration."""
 _MAX_SEARCHED_IDS = 100_000
 """Most ids that are searched for the longest steps."""
+_STEPS_SEARCHED_A_SECOND = 2000
+"""If more steps than this are searched for the longest ones, they are searched less often."""
 _MAX_STALLS = 4
 """Most stalls that are left out of the comparison of ranks: older ones are before its time range."""
 _Fact = TypeVar("_Fact")
@@ -466,8 +468,6 @@ class SnapshotCaches:
 
     answers: BucketAnswers = field(default_factory=BucketAnswers)
     samples: DeviceSampleCache = field(default_factory=DeviceSampleCache)
-    rank_times: RankTimesCache = field(default_factory=RankTimesCache)
-    slow_steps: SlowStepCache = field(default_factory=lambda: SlowStepCache(_MAX_SEARCHED_IDS))
     events: tuple[object, RunEvents] = (None, RunEvents())
     """The events of the last snapshot, and what they depend on."""
 
@@ -753,7 +753,7 @@ class RunSnapshot(LazyFacts):
 
     @cached_property
     def _rank_times(self) -> tuple[RankTimes, ...]:
-        """The mean times of all ranks that train together, shown or not, over their last steps."""
+        """The mean times of all ranks that train together, shown or not; of many, some seconds old."""
         focus = self.representative
         if focus is None or not self._other_ranks:
             return ()
@@ -761,7 +761,11 @@ class RunSnapshot(LazyFacts):
         stalls = [(item.since_ns, item.end_ns) for item in self.stalls[-_MAX_STALLS:] if item.end_ns is not None]
         stalled = tuple(range(since // SECOND, end // SECOND + 2) for since, end in stalls)
         others = [*self._other_ranks, *self._ranks_on_other_nodes]
-        return self._caches.rank_times.read(self.store, focus, others, self._wrappers, stalled)
+        return self.read_at_most_every(
+            min(len(others) // RANKS_A_SECOND, _MAX_AGE_S),
+            ("rank times", focus.process, *(rank.process for rank in others), stalled),
+            lambda: read_rank_times(self.store, focus, others, stalled),
+        )
 
     @cached_property
     def slowest_ranks(self) -> Set[int]:
@@ -890,24 +894,22 @@ class RunSnapshot(LazyFacts):
 
     @cached_property
     def slowest(self) -> SlowSteps:
-        """The longest steps of the current mode in the time range."""
-        if not self.request.slowest:
+        """The longest steps of the current mode in the time range; of many steps, as they were some seconds ago."""
+        focus, limit = self.representative, self.request.slowest
+        if not limit or focus is None:
             return SlowSteps()
-        question = "longest steps", self.request
-        return self.read_at_most_every(
-            _MAX_AGE_S * self.has_many,
-            question,
-            lambda: self.read_slow_steps(self.request.slowest, self._caches.slow_steps),
-        )
+        age_s = min(focus.ranged.steps * len(self.training_processes) // _STEPS_SEARCHED_A_SECOND, _MAX_AGE_S)
+        question = "longest steps", self.request, focus.ranged.mode
+        return self.read_at_most_every(age_s, question, lambda: self.read_slow_steps(limit, _MAX_SEARCHED_IDS))
 
-    def read_slow_steps(self, limit: int, cache: SlowStepCache) -> SlowSteps:
+    def read_slow_steps(self, limit: int, max_ids: int | None = None) -> SlowSteps:
         """Return the longest steps of the current mode in the time range, at most `limit`."""
-        focus, span_s = self.representative, self.request.span_s
+        focus, span_s, inputs = self.representative, self.request.span_s, self.events.inputs
         if focus is None or focus.last_step is None or not focus.ranged.steps:
             return SlowSteps()
         ranks = [rank.process for rank in self.training_processes if rank.rank is not None and rank.last_step]
         start_ns = max(focus.end_s - span_s, 0) * SECOND if span_s else 0
-        return cache.read(self.store, ranks or [focus.process], start_ns, focus.ranged, self.events.inputs, limit)
+        return read_slow_steps(self.store, ranks or [focus.process], start_ns, focus.ranged, inputs, limit, max_ids)
 
     # ------------------------------------------------------------------------------------------ another time
 

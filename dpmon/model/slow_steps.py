@@ -7,7 +7,6 @@ of these waits to a fraction of a second.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import PHASES, REST, STEP
@@ -25,10 +24,6 @@ INPUT = "input"
 WAITING_TEXT = "waiting for input"
 _APART = 1.25
 """Largest ratio of mean to median, or of median to mean, without a note."""
-_SPARE = 4
-"""How many times as many steps are kept as shown: they replace the longest steps when these leave the range."""
-_LATE = 4096
-"""Ids to read again, because the rows of a synchronized pass arrive one after the other."""
 _MAX_LONG_STEPS = 64
 """Most long steps that are searched for what makes steps uneven."""
 _SHOWN = {**{phase.name: phase.display_name for phase in PHASES}, REST: "forward"}
@@ -67,64 +62,30 @@ class SlowSteps(NamedTuple):
     """The start of the oldest step that was read, if older steps of the range were deleted or left out."""
 
 
-@dataclass(slots=True)
-class SlowStepCache:
-    """Reads the longest steps and keeps them, so that the next snapshot reads only newer steps."""
+def read_slow_steps(
+    store: Store,
+    processes: Sequence[int],
+    start_ns: int,
+    stats: StepStats,
+    waits: Sequence[tuple[int | None, int, int]],
+    limit: int,
+    max_ids: int | None = None,
+) -> SlowSteps:
+    """Return at most `limit` steps of processes that train together, from `start_ns` to the time of `store`.
 
-    bound: int | None = None
-    """Most ids to read; None: all."""
-    _of: object = None
-    _kept: dict[object, StepRow] = field(default_factory=dict)
-    """By the number of the synchronized pass, or by process and step."""
-    _complete: bool = True
-    """Whether all steps of the range are kept."""
-    _last_id: int = 0
-    _begin_ns: int = 0
-    _since_ns: int | None = None
-
-    def read(
-        self,
-        store: Store,
-        processes: Sequence[int],
-        start_ns: int,
-        stats: StepStats,
-        waits: Sequence[tuple[int | None, int, int]],
-        limit: int,
-    ) -> SlowSteps:
-        """Return at most `limit` steps of processes that train together, from `start_ns` to the time of `store`.
-
-        Only training steps in the mode of `stats`, without warm-up steps. `waits`: process, start and end
-        (ns) of each wait for input.
-        """
-        key = tuple(processes), stats.mode, limit
-        last_id = max(map(store.last_id, processes), default=0)
-        self._kept = {row_key: row for row_key, row in self._kept.items() if row.start_ns + row.wall_ns > start_ns}
-        has_too_few = len(self._kept) < limit and not self._complete
-        if key != self._of or last_id < self._last_id or start_ns < self._begin_ns or has_too_few:
-            first_id = max(map(store.as_of(start_ns).last_id, processes[:1]), default=0)
-            if self.bound is not None:
-                first_id = max(first_id, last_id - self.bound)
-            oldest = find_first_step_ns(store, processes, first_id)
-            left_out = first_id > max(map(store.as_of(start_ns).last_id, processes[:1]), default=0) or store.pruned
-            self._since_ns = oldest if left_out and oldest is not None and oldest > start_ns else None
-            self._of, self._kept, self._complete = key, {}, True
-        else:
-            first_id = self._last_id - _LATE * (len(processes) > 1)
-        self._last_id, self._begin_ns = last_id, start_ns
-        for row in read_longest_training_steps(
-            store, limit * _SPARE, processes, stats.mode, first_id, last_id, start_ns
-        ):
-            row_key = (row.process, row.step) if row.sync_number is None else row.sync_number
-            known = self._kept.get(row_key)
-            # A wait is unknown until the steps of all ranks have arrived.
-            if known is None or known.wait_ns is None or row.blame_weight_ns >= known.blame_weight_ns:
-                self._kept[row_key] = row
-        longest = sorted(self._kept.items(), key=lambda item: -item[1].wall_ns)[: limit * _SPARE]
-        self._complete = self._complete and len(longest) < limit * _SPARE
-        self._kept = dict(longest)
-        medians = {phase.name: phase.median_ns or 0.0 for phase in stats.phases if phase.ran}
-        steps = (_slow_step(store, row, medians, waits) for _, row in longest[:limit])
-        return SlowSteps(tuple(steps), self._since_ns)
+    Only training steps in the mode of `stats`, without warm-up steps. `waits`: process, start and end (ns) of each wait
+    for input. `max_ids`: number of the newest ids to search; None: all.
+    """
+    last_id = max(map(store.last_id, processes), default=0)
+    first_id = max(map(store.as_of(start_ns).last_id, processes[:1]), default=0)
+    searched_id = first_id if max_ids is None else max(first_id, last_id - max_ids)
+    rows = read_longest_training_steps(store, limit, processes, stats.mode, searched_id, last_id, start_ns)
+    medians = {phase.name: phase.median_ns or 0.0 for phase in stats.phases if phase.ran}
+    oldest_ns = None
+    if searched_id > first_id or store.pruned:
+        oldest_ns = find_first_step_ns(store, processes, searched_id)
+    since_ns = oldest_ns if oldest_ns is not None and oldest_ns > start_ns else None
+    return SlowSteps(tuple(_slow_step(store, row, medians, waits) for row in rows), since_ns)
 
 
 def _slow_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,6 @@ from dpmon.record.schema import (
     FORWARD_ONLY,
     PHASES,
     QUANTITIES,
-    SECOND,
     STEP_PHASES,
     SYNC_NUMBER,
     TRAINING,
@@ -183,17 +182,6 @@ class LoopStep(NamedTuple):
     def end_ns(self) -> int:
         """Its end (ns since the run's start)."""
         return self.start_ns + self.wall_ns
-
-
-class StepWait(NamedTuple):
-    """How long a step communicated and waited for other ranks (ns)."""
-
-    id: int
-    process: int
-    sync_number: int
-    exposed_ns: int
-    wait_ns: int
-    end_s: int
 
 
 # ------------------------------------------------------------------------------------------------ columns of JSON
@@ -425,23 +413,6 @@ def find_first_step_ns(store: Store, processes: Collection[int], after_id: int) 
     condition = f"id > ? AND step > 0 AND process IN ({', '.join(map(str, processes))})"
     rows = store.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
     return next((start_ns for (start_ns,) in rows), None)
-
-
-def read_waits(store: Store, after_id: int, after_number: int) -> Iterator[StepWait]:
-    """Yield the waits of training steps with an id above `after_id` and a sync pass above `after_number`, if known."""
-    query = (
-        f"SELECT id, process, sync_number, exposed_ns, wait_ns, (start_ns + wall_ns) / {SECOND} FROM steps"
-        " WHERE id > ? AND sync_number > ? AND exposed_ns + wait_ns IS NOT NULL"
-        f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
-    )
-    return map(StepWait._make, store.connection.rows(query, (after_id, after_number, store.until_ns)))
-
-
-def find_unknown_wait(store: Store, after_id: int, after_number: int) -> int | None:
-    """Return the id of the first such step (see `read_waits`) whose wait is not known; None if there is none."""
-    condition = f"id > ? AND sync_number > ? AND wait_ns IS NULL AND {_in_stats_condition(TRAINING)}"
-    rows = store.query(f"SELECT id FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id, after_number))
-    return next((step_id for (step_id,) in rows), None)
 
 
 def _in_stats_condition(kind: int) -> str:

@@ -463,11 +463,9 @@ class LiveRun:
 
         Unlike a snapshot, this has no limits of a screen: it may take a second.
         """
-        from dpmon.model.slow_steps import SlowStepCache
-
         request = self._snapshot_request(screen.view)
 
         def read(store: Store) -> SlowSteps:
-            return RunSnapshot(store, request, screen.state.ended).read_slow_steps(limit, SlowStepCache())
+            return RunSnapshot(store, request, screen.state.ended).read_slow_steps(limit)
 
         return self._read(screen.cursor.time_ns, read)

@@ -319,20 +319,22 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
 
 
-def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_facts_of_those_it_shows() -> None:
+def test_a_picture_of_very_many_ranks_has_recent_waits_and_the_newest_facts_of_those_it_shows() -> None:
     run = ManyNodes(20, slow=11).run(0, 24)
     assert run.ranks > MAX_FULLY_READ
+    recent: list[object] = []
     for second in range(24, 44):
         run.slow = 11 if second < 30 else 150
         run.second(second)
         kept = run.state(worst=MAX_LEAST_WAITING)
         first = SnapshotBuilder().build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING))
-        waits = [
+        waits, newest = (
             [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.slowest, one.group) for one in state.ranks]
             for state in (kept, first)
-        ]
-        assert waits[0] == waits[1], second
-        assert 150 in kept.drawn or second < 30, "a rank that others wait for is shown in the next picture"
+        )
+        recent = [*recent[-7:], newest]
+        assert waits in recent, "they are less than eight seconds old"
+        assert 150 in kept.drawn or second < 38, "a rank that others wait for is shown soon"
         for number in kept.drawn:
             assert kept.processes[number].last_step == first.processes[number].last_step
             assert kept.processes[number].calls

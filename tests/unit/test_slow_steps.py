@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.run_events import RunEvents
-from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps
+from dpmon.model.slow_steps import INPUT, SlowSteps, read_slow_steps
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.schema import WARM_UP_STEPS
 from dpmon.store.step_stats import StatsWindow
@@ -36,10 +36,10 @@ def steps(count: int = 100, long: dict[int, dict[str, int]] = LONG) -> list[Step
     return found
 
 
-def read(rows: Store, processes: list[int], begin_ns: int, most: int, reader: SlowStepCache | None = None) -> SlowSteps:
+def read(rows: Store, processes: list[int], begin_ns: int, most: int) -> SlowSteps:
     figures = StatsWindow(rows).step_stats("single")
     waits = RunEvents.read(rows).inputs
-    return (reader or SlowStepCache()).read(rows, processes, begin_ns, figures, waits, most)
+    return read_slow_steps(rows, processes, begin_ns, figures, waits, most)
 
 
 def found_in(records: list[Step], begin_ns: int = 0, most: int = 3, t_ns: int | None = None) -> SlowSteps:

@@ -221,6 +221,8 @@ class LiveRun:
         """Return why no request can be sent to the training; None if one can."""
         if self._reader is None or self.is_over:
             return NO_TRAINING_MESSAGE
+        if self.cursor.shows_past:
+            return "an earlier time is shown: esc goes back to now"
         return "the command has ended" if self.is_ending else None
 
     def toggle_refusal(self) -> str | None:
@@ -352,7 +354,7 @@ class LiveRun:
             cursor=cursor,
             can_pause=self.pause_refusal(pause_state.is_requested) is None,
             can_toggle=self.toggle_refusal() is None,
-            can_type=self.exit_info is None and self.can_type(),
+            can_type=self.exit_info is None and not cursor.shows_past and self.can_type(),
             output_file_count=len(self.output.tails),
             is_output_scrolled_back=self.output.top is not None,
             stop_progress=stopping,
@@ -375,6 +377,8 @@ class LiveRun:
         time_ns = self.cursor.time_ns
         if (request, time_ns) == (self._request, self._state_ns):
             return
+        if request == self._request and self._state_ns is None and self.cursor.is_frozen:
+            self._frozen_request, self._frozen_state = request, self.state
         self._request, self._state_ns = request, time_ns
         if time_ns is None:
             self._rest_end_s, self._has_final_state = 0.0, False
@@ -385,10 +389,7 @@ class LiveRun:
             self.state = self._build_snapshot(request, time_ns) or self.state
 
     def _read_frozen_state(self, request: SnapshotRequest) -> RunSnapshot:
-        """Return the state when the picture was frozen, read for this request.
-
-        The first picture after the freeze is read, too: so all frozen ones have values of the same time.
-        """
+        """Return the state when the picture was frozen, read again if a view needs more than that picture did."""
         if self._frozen_request != request:
             present_state = self._present_screen.state
             built = self._build_snapshot(request, self.cursor.frozen_ns, present_state.ended)
@@ -417,12 +418,15 @@ class LiveRun:
     def _read_past(self, reader: RunReader, pause_state: PauseState) -> ScreenData:
         """Return what the files say about the time of the cursor."""
         time_ns = self.cursor.position_ns
+        wait_ns = None if self.exit_info is not None else self._time_of_run(reader.input_wait_start_ns())
         stages = read_startup_stages(self.directory, reader.info.start_ns + time_ns)
         return ScreenData(
             self.state,
             time_ns,
             reader.info,
             startup_stage=self._stage_of_run(current_startup_stage(stages)),
+            # A wait that has ended is an event.
+            input_wait_since_ns=wait_ns if wait_ns is not None and wait_ns <= time_ns else None,
             is_command_alive=True,
             pause_state=PauseState(pause_state.is_requested),
         )

@@ -179,7 +179,7 @@ class ScreenData:
     @property
     def shows_past(self) -> bool:
         """Whether the screen shows a past time, in which case no request can be sent to the training."""
-        return self.cursor.is_playback or self.cursor.is_looking_back
+        return self.cursor.shows_past
 
     @property
     def is_over(self) -> bool:

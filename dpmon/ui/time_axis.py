@@ -104,12 +104,13 @@ def make_device_axis(screen: ScreenData) -> TimeAxis:
 
 
 def shift_by_parts(screen: ScreenData, parts: int) -> int:
-    """Return the time (ns) that lies `parts` parts of the axis after that of the screen.
+    """Return the time (ns) that lies `parts` parts of the axis after that of the cursor.
 
     A part is a sixtieth of the axis, but at least a second. Negative: before it.
     """
     axis = make_time_axis(screen)
-    return screen.elapsed_ns + parts * max((axis.end_s - axis.start_s) // _LOOK_BACK_PARTS, 1) * SECOND
+    shown_ns = screen.elapsed_ns if screen.cursor.time_ns is None else screen.cursor.time_ns
+    return shown_ns + parts * max((axis.end_s - axis.start_s) // _LOOK_BACK_PARTS, 1) * SECOND
 
 
 def _history_end(screen: ScreenData) -> tuple[RunSnapshot, int]:

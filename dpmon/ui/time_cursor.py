@@ -47,6 +47,11 @@ class TimeCursor:
         return self.frozen_ns is not None and self.time_ns != self.frozen_ns
 
     @property
+    def shows_past(self) -> bool:
+        """Whether the user has chosen a time, other than that of a frozen picture, or a playback."""
+        return self.is_playback or self.is_looking_back
+
+    @property
     def can_return(self) -> bool:
         """Whether the user has left the present, other than for a frozen picture, and can return to it."""
         return self.is_looking_back or (self.is_playback and not self.has_ended)

@@ -19,6 +19,7 @@ from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.time_axis import shift_by_parts
 from dpmon.ui.time_cursor import TimeCursor
 from support.record_builders import SECOND, Training
 from support.screen_harness import FakeReader
@@ -124,6 +125,25 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     assert still.process.last_step.step == 100
     feed.move_cursor(TimeCursor.return_to_present)
     assert steps(feed.build_screen_data(View(range_s=0))) == 150
+
+
+def test_a_freeze_keeps_the_picture_and_a_look_back_starts_at_its_time(tmp_path: Path) -> None:
+    reader, training = FakeReader(tmp_path), Training(step_ns=SECOND // 10)
+    reader.new = [*training.begin(), *training.run(25)]
+    feed = feed_of(tmp_path, reader)
+    feed.start()
+    feed.refresh()
+    present = feed.build_screen_data(View())
+    feed.move_cursor(TimeCursor.freeze)
+    frozen = feed.build_screen_data(View())
+    assert frozen.state is present.state
+    assert frozen.cursor.time_ns is not None
+    assert shift_by_parts(frozen, -1) == frozen.cursor.time_ns - 2 * SECOND
+    feed.move_cursor(lambda cursor: cursor.seek(shift_by_parts(frozen, -1)))
+    past = feed.build_screen_data(View())
+    assert past.cursor.is_looking_back
+    assert not any((past.can_toggle, past.can_pause, past.can_type))
+    assert feed.toggle_refusal() == feed.pause_refusal(False) == "an earlier time is shown: esc goes back to now"
 
 
 def test_the_state_of_very_many_ranks_is_read_in_every_other_second(

@@ -107,6 +107,6 @@ def help_rows(width: int, style: TerminalStyle) -> list[Row]:
     rows += [[], [("Keys", "title")]]
     rows += _entries([(key, "key", effect) for key, effect in _effects().items()], label_cells, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label_cells, width)
-    rows += [[], [("Keys of a playback (dpmon attach, once a run has ended)", "title")]]
+    rows += [[], [("Keys of a playback (an ended run; an earlier time after space)", "title")]]
     rows += _entries([(command.key, "key", command.description) for command in PLAYBACK_COMMANDS], label_cells, width)
     return rows

@@ -153,7 +153,12 @@ def _end_key_label(screen: ScreenData) -> str | None:
 COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
     KeyCommand("p", "pause", _pause_label, "pause the training between two steps, or resume it"),
-    KeyCommand("space", "freeze", _freeze_label, "freeze the screen; the training continues"),
+    KeyCommand(
+        "space",
+        "freeze",
+        _freeze_label,
+        "freeze the screen; at an earlier time, play on from there. The training continues",
+    ),
     KeyCommand(
         "esc", "unzoom", _escape_label, "back to now; back to all panels, or to all nodes; end a search", "escape"
     ),

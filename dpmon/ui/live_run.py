@@ -306,7 +306,7 @@ class LiveRun:
         """Return the first part of the names of files about this run: "dpmon-linear-7f3a"."""
         return "dpmon-" + re.sub(r"^\d{8}-\d{6}-|[^A-Za-z0-9._-]+", "", self.directory.name)[:80]
 
-    # ------------------------------------------------------------------------------------------ scenes
+    # ------------------------------------------------------------------------------------------ the picture
 
     def move_cursor(self, move: Callable[[TimeCursor], TimeCursor]) -> None:
         """Show another time: what `move` returns for the cursor, which goes on first if it plays."""

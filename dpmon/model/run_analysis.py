@@ -474,10 +474,9 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def mode_comparison(self) -> Comparison | None:
         """dp against single; None unless both modes were seen."""
-        changes = self.announced.changes
-        devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
         process = first_with_both(self.window)
-        comparison = compare_modes(self.window, process, devices=devices, virtual=self.layouts.virtual)
+        devices, virtual = self.announced.devices_by_mode(process).get("dp", ((), False))
+        comparison = compare_modes(self.window, process, devices=devices, virtual=virtual)
         return comparison if len(comparison.sides) > 1 else None
 
 

@@ -151,20 +151,17 @@ class Process(LazyFacts):
     def __init__(
         self,
         process: int,
-        run: RunSnapshot | None = None,
+        run: RunSnapshot,
         newest: _NewestRecords = _NO_RECORDS,
         node: str | None = None,
-        **facts: Any,
     ) -> None:
-        """`facts`: facts that are known without a query."""
-        self._run = RunSnapshot() if run is None else run
-        self._events, self._at_ns = self._run.events, self._run.at_ns
+        self._run, self._events, self._at_ns = run, run.events, run.at_ns
         self._newest = newest
         self.process = process
-        self.has_trained = process in self._run.trained_processes
+        self.has_trained = process in run.trained_processes
         """Whether it had a training step."""
         self.info = self._events.info.get(process) or ProcessInfo(process)
-        rank = self._run.rank_by_process.get(process)
+        rank = run.rank_by_process.get(process)
         self.rank = self.info.rank if rank is None else rank
         self.node = node
         """The name of its node; None on one machine."""
@@ -178,7 +175,6 @@ class Process(LazyFacts):
         """Number of its newest training step; if the run never trains, of its newest step of the main kind."""
         self.memory = newest.memory
         """The newest record of the devices' memory."""
-        vars(self).update(facts)
 
     def belongs_to(self, run: RunSnapshot) -> bool:
         """Return whether it was read for this snapshot, not for an earlier one."""

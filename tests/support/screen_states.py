@@ -95,6 +95,11 @@ def with_mode_reply(facts: ScreenData, mode: str = "dp", **changes: Any) -> Scre
     return replace(facts, state=facts.state.with_facts(mode_changes=state.mode_changes))
 
 
+def known_facts(process: Process | None) -> dict[str, Any]:
+    """Return the facts that a process has without a query."""
+    return {name: fact for name, fact in vars(process).items() if not name.startswith("_")}
+
+
 def with_process(facts: ScreenData, **changes: Any) -> ScreenData:
     """Return the facts with changes of the process that it shows."""
     process = shown_process(facts).with_facts(**changes)

@@ -155,7 +155,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed.start()
     reads: list[float] = []
     for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MAX_FULLY_READ + 1, [5.0, 7.0, 9.0])):
-        state = RunSnapshot().with_facts(processes={number: Process(number) for number in range(count)})
+        state = RunSnapshot().with_facts(processes={number: Process(number, RunSnapshot()) for number in range(count)})
 
         def build(*_: Any, state: RunSnapshot = state) -> RunSnapshot:
             reads.append(now[0])

@@ -377,8 +377,6 @@ class LiveRun:
         time_ns = self.cursor.time_ns
         if (request, time_ns) == (self._request, self._state_ns):
             return
-        if request == self._request and self._state_ns is None and self.cursor.is_frozen:
-            self._frozen_request, self._frozen_state = request, self.state
         self._request, self._state_ns = request, time_ns
         if time_ns is None:
             self._rest_end_s, self._has_final_state = 0.0, False
@@ -389,7 +387,10 @@ class LiveRun:
             self.state = self._build_snapshot(request, time_ns) or self.state
 
     def _read_frozen_state(self, request: SnapshotRequest) -> RunSnapshot:
-        """Return the state when the picture was frozen, read again if a view needs more than that picture did."""
+        """Return the state when the picture was frozen, read for this request.
+
+        The first picture after the freeze is read, too: so all frozen ones have values of the same time.
+        """
         if self._frozen_request != request:
             present_state = self._present_screen.state
             built = self._build_snapshot(request, self.cursor.frozen_ns, present_state.ended)

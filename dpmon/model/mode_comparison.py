@@ -177,6 +177,9 @@ def _with_verdict(base: Comparison, tallies: Mapping[str, Tally], parts: Mapping
         outcome = "faster"
     elif speedup.high < 1:
         outcome = "slower"
+    single_mean_ns, dp_mean_ns = (base.sides[mode].mean_ns or 0.0 for mode in MODES_COMPARED)
+    if outcome != "even" and (single_mean_ns > dp_mean_ns) != (outcome == "faster"):
+        return replace(base, missing="no verdict: steps are so uneven that medians and means name different modes")
     efficiency = speedup.value / len(base.devices) if base.devices and not base.virtual else None
     reasons, cost = _main_reasons(base.sides, outcome), _main_dp_cost(base.sides["dp"])
     return replace(base, efficiency=efficiency, reasons=reasons, cost=cost, speedup=speedup, outcome=outcome)

@@ -168,6 +168,15 @@ def test_a_wide_interval_is_no_verdict() -> None:
     )
 
 
+def test_medians_and_means_that_disagree_are_no_verdict() -> None:
+    """On a shared machine, many steps of one mode may have been disturbed: its median is short, its mean is long."""
+    disturbed = [*steps(160), *steps(40, forward=90.0, seed=2)]
+    found = compare({"single": steps(100, forward=8.0), "dp": disturbed}, devices=TWO)
+    assert found.speedup is None
+    assert found.outcome is None
+    assert found.missing == "no verdict: steps are so uneven that medians and means name different modes"
+
+
 def test_the_forward_is_named_as_panel_3_names_its_parts() -> None:
     """parallel_apply includes starting the threads, so it is not the forward of a replica in panel 2."""
     dp = steps(100, replicate=0.1, apply=7.0, forward=1.0)

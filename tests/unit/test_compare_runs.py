@@ -485,10 +485,6 @@ def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_p
         a_run(seed, name="twice")
     assert main(["compare", "twice", before[0]]) == 2
     assert "'twice' could be any of 2 runs" in capsys.readouterr().err, "a gate does not guess"
-    assert main(["compare", before[0], after[0], "--html", "-o", str(tmp_path / "both.html")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'both.html'}\n"
-    html = (tmp_path / "both.html").read_text()
-    assert html.count('<path class=line stroke="') == 2
     for words, why in (
         ([*before], "compare needs two runs, or several on each side of --"),
         ([before[0], before[0]], "is given twice"),

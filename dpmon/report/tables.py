@@ -197,9 +197,7 @@ DEVICES: FactTable[DeviceUsage] = FactTable(
         FactColumn("this run", lambda device: device.mem_run_max, BYTES, is_optional=True),
         FactColumn("°C", lambda device: device.temperature_max, NUMBER, is_optional=True),
         FactColumn("W", lambda device: device.power_max, NUMBER, is_optional=True),
-        FactColumn(
-            "of run", lambda device: device.of_run, Form(lambda is_own: "yes" if is_own else "no"), is_optional=True
-        ),
+        FactColumn("of run", lambda device: device.of_run, _YES_NO, is_optional=True),
     ),
     (
         *("index", "name", "uuid", "called", "of_run", "samples", "util_median", "mem_used_max", "mem_run_max"),

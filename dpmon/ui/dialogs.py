@@ -74,7 +74,7 @@ class Dialog(ModalScreen[str | None]):
             self.respond_to_key(event)
 
     def show_message(self, message: str) -> None:
-        """Show a message in the title: the dialog may cover the row of messages."""
+        """Show a message in the title."""
         self.message = message
         self.draw()
 

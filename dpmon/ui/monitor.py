@@ -297,8 +297,10 @@ class Monitor(App[str]):
         if self._message_timer is not None:  # one timer at a time: a held key repeats its message
             self._message_timer.stop()
         self.set_view(replace(self.view, message=message))
+        status = self.slots.get("status")
         if self._is_dialog_open and isinstance(self.screen, Dialog):
-            self.screen.show_message(message or "")
+            covers_messages = status is None or self.screen.box.region.y < status.height
+            self.screen.show_message(message if message and covers_messages else "")
         if message is not None:
             self._message_timer = self.set_timer(self.message_s, partial(self.show_message, None))
 

@@ -74,7 +74,7 @@ _COMPARISONS_PER_RUN = 60
 """The modes are compared again when the run has become longer by this fraction (1/60) of its duration."""
 _MAX_SEARCHED_IDS = 100_000
 """Most ids that are searched for the longest steps."""
-_STEPS_SEARCHED_A_SECOND = 2000
+_STEPS_SEARCHED_A_SECOND = 1000
 """If more steps than this are searched for the longest ones, they are searched less often."""
 _MAX_STALLS = 4
 """Most stalls that are left out of the comparison of ranks: older ones are before its time range."""

@@ -148,14 +148,20 @@ def read_peaks_by_mode(store: Store, process: int, starts: Sequence[tuple[str, i
     The peak never falls, so that of a mode which needs less than an earlier one is unknown. `starts`: of each mode.
     """
     peaks_by_mode: dict[str, dict[str, int]] = {mode: {} for mode, _ in starts}
-    highest: dict[str, int] = {}
     recent = starts[-_MODES_SEARCHED:]
+    highest = _read_peaks(store, process, recent[0][1]) if len(recent) < len(starts) else {}
     for (mode, _), end_ns in zip(recent, [*(start_ns for _, start_ns in recent[1:]), LAST_NS], strict=True):
-        event = read_newest_memory(store, [process], end_ns).get(process)
-        for row in memory_by_device([] if event is None else [event.data]):
-            if row.peak is not None and row.peak > highest.get(row.device, 0):
-                highest[row.device] = peaks_by_mode[mode][row.device] = row.peak
+        for device, peak in _read_peaks(store, process, end_ns).items():
+            if peak > highest.get(device, 0):
+                highest[device] = peaks_by_mode[mode][device] = peak
     return peaks_by_mode
+
+
+def _read_peaks(store: Store, process: int, until_ns: int) -> dict[str, int]:
+    """Return torch's peak of allocated memory (bytes) until a time, by device."""
+    event = read_newest_memory(store, [process], until_ns).get(process)
+    rows = memory_by_device([] if event is None else [event.data])
+    return {row.device: row.peak for row in rows if row.peak is not None}
 
 
 # ------------------------------------------------------------------------------------------------ over the whole run

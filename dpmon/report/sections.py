@@ -106,8 +106,8 @@ def _finding_parts(report: ReportData) -> list[Part]:
         return [Findings(report.findings), *notes]
     if not any(measured_modes(report.run)):
         return [Paragraph(_too_few_steps_text(report.run))]
-    has_no_problem = report.state in ("finished", "running") and not report.run.announced.stalls
-    return [Paragraph("no findings" if has_no_problem else "no other findings"), *notes]
+    is_problem_said = report.state in ("failed", "killed", "ended", "lost") or report.run.announced.stalls
+    return [Paragraph("no other findings" if is_problem_said else "no findings"), *notes]
 
 
 def _too_few_steps_text(run: RunAnalysis) -> str:

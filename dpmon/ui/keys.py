@@ -67,7 +67,9 @@ def _freeze_label(screen: ScreenData) -> str | None:
         return "resume"
     if screen.cursor.is_looking_back:
         return "play"
-    return None if _is_finished(screen) or screen.cursor.is_playback else "freeze"
+    if screen.cursor.is_playback:
+        return None
+    return "play" if _is_finished(screen) else "freeze"
 
 
 def _is_finished(screen: ScreenData) -> bool:

@@ -186,11 +186,15 @@ class LiveRun:
         self._request = request
         self._has_final_state = self.exit_info is not None and self.exit_info.drained
         self.state = self._build_snapshot(request, None, ended_processes(self._activities)) or self.state
-        end_s = time.perf_counter()
-        read_s, cpu_s = end_s - start_s, time.thread_time() - cpu_s
-        self._rest_end_s = end_s + (max(_REST_RATIO * cpu_s, read_s) if read_s > _SLOW_READ_S else 0.0)
+        self._rest_after_read(start_s, time.thread_time() - cpu_s)
         if len(self.state.processes) > MAX_FULLY_READ:
             self._rest_end_s = max(self._rest_end_s, start_s + _MIN_INTERVAL_OF_MANY_S)
+
+    def _rest_after_read(self, start_s: float, cpu_s: float) -> None:
+        """Let the next read wait if this one, which began at `start_s`, was slow."""
+        end_s = time.perf_counter()
+        read_s = end_s - start_s
+        self._rest_end_s = end_s + (max(_REST_RATIO * cpu_s, read_s) if read_s > _SLOW_READ_S else 0.0)
 
     def _build_snapshot(
         self, request: SnapshotRequest, time_ns: int | None, ended: frozenset[int] = frozenset()
@@ -377,6 +381,8 @@ class LiveRun:
         time_ns = self.cursor.time_ns
         if (request, time_ns) == (self._request, self._state_ns):
             return
+        if self.cursor.is_playing and time.perf_counter() < self._rest_end_s:
+            return
         self._request, self._state_ns = request, time_ns
         if time_ns is None:
             self._rest_end_s, self._has_final_state = 0.0, False
@@ -384,7 +390,9 @@ class LiveRun:
         elif self.cursor.is_frozen:
             self.state = self._read_frozen_state(request)
         else:
+            start_s, cpu_s = time.perf_counter(), time.thread_time()
             self.state = self._build_snapshot(request, time_ns) or self.state
+            self._rest_after_read(start_s, time.thread_time() - cpu_s)
 
     def _read_frozen_state(self, request: SnapshotRequest) -> RunSnapshot:
         """Return the state when the picture was frozen, read for this request.

@@ -183,8 +183,9 @@ class Monitor(App[str]):
         self._stopper.poll()
 
     def _handle_run_end(self) -> None:
-        """Show the whole run, and look for findings."""
-        self.set_view(replace(self.view, range_s=0, message=None))
+        """Show the whole run, unless the user looks at another time, and look for findings."""
+        if self.live_run.cursor.time_ns is None:
+            self.set_view(replace(self.view, range_s=0, message=None))
 
         def find() -> str | None:
             from dpmon.report.report_data import collect_report_data

@@ -186,7 +186,8 @@ def bucket_row(scale: _Scale, timeline: StepTimeline, step_start_ns: int = 0) ->
     full_legend = legend
     if step.exposed_ns is not None:
         wait_ns = sum(piece.end_ns - piece.start_ns for piece in syncs) - step.exposed_ns
-        full_legend = [*legend, ("  wait ", "dim"), wait, (f" {format_duration(wait_ns)}  exposed ", "dim"), exposed]
+        wait_text = format_duration(wait_ns) if wait_ns else "0"
+        full_legend = [*legend, ("  wait ", "dim"), wait, (f" {wait_text}  exposed ", "dim"), exposed]
         full_legend.append((f" {format_duration(step.exposed_ns)}", "dim"))
     for text in (full_legend, legend):
         if row_width(text) < min(marks, default=0):

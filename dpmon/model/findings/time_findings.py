@@ -30,7 +30,7 @@ from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, STEP, STEP_PHASES
 from dpmon.store.steps import StepRow
-from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
+from dpmon.text.formatting import format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_stats import ModeStats
@@ -289,9 +289,7 @@ def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
     if not stalled_ns or not stalls:
         return
     steps = run.stalled_steps
-    subject = "A stall is"
-    if steps:
-        subject = f"{format_count_with_noun(steps, 'step')} with a stall {'are' if steps > 1 else 'is'}"
+    subject = {0: "A stall is", 1: "A step with a stall is"}.get(steps, f"{steps:,} steps with a stall are")
     longest = max(stalls, key=lambda stall: (stall.end_ns or 0) - stall.since_ns)
     yield Finding(
         "stall",

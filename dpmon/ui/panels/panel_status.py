@@ -13,6 +13,7 @@ from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import Throughput, throughput_of
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
+from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import align_right, span_width, truncate, wrap_text
@@ -326,7 +327,7 @@ def _next_command_hint(screen: ScreenData, max_cells: int, style: TerminalStyle)
     """Return the next command to try after the end; empty if it does not fit in full."""
     if screen.run_info is None or not screen.is_over:
         return []
-    hint = f"{style.glyphs.middot} dpmon export {sanitize_line(screen.run_info.id, 120)} writes the records "
+    hint = f"{style.glyphs.middot} dpmon report {sanitize_line(short_name(screen.run_info), 120)} "
     return [("  " + hint, "dim")] if len(hint) + 4 <= max_cells else []
 
 

@@ -33,14 +33,16 @@ _ESCAPE_POLLS = 2
 """After this many looks without input, an escape is the key."""
 _UNFINISHED_POLLS = 20
 """After this many looks without input, an open sequence is dropped, and an open paste counts as finished."""
+_INTERRUPTS = ("\x03", "\x1a")
+"""ctrl+c and ctrl+z. At the end of an open paste they are keys: the user may press them if its end never comes."""
 _PASTE_START, _PASTE_END = "\x1b[200~", "\x1b[201~"
 # OSC, DCS, APC, PM and SOS with their text; an X10 mouse report; CSI, which begins F1 to F5 of the Linux console with
 # two brackets; SS3; ST; alt with a key that switches, pauses or stops the training.
 _STRING = r"[\]P_^X][^\x03\x07\x1a\x1b]*"
 _SEQUENCE = re.compile(
-    rf"\x1b(?:{_STRING}(?:\x07|\x1b\\)?|\[(?:M[^\x1b]{{3}}|\[?[0-?]*[ -/]*[@-Z\\-~]?)|O[ -~]?|\\|[dpx])?"
+    rf"\x1b(?:{_STRING}(?:\x07|\x1b\\)?|\[(?:M[^\x00-\x1f]{{3}}|\[?[0-?]*[ -/]*[@-Z\\-~]?)|O[ -~]?|\\|[dpx])?"
 )
-_UNFINISHED_SEQUENCE = re.compile(rf"\x1b(?:{_STRING}\x1b?|\[(?:M[^\x1b]{{0,2}}|\[?[0-?]*[ -/]*)|O)?\Z")
+_UNFINISHED_SEQUENCE = re.compile(rf"\x1b(?:{_STRING}\x1b?|\[(?:M[^\x00-\x1f]{{0,2}}|\[?[0-?]*[ -/]*)|O)?\Z")
 # Beside the keys of Textual's table: mouse, focus, whether the terminal draws at once, and keys of kitty's protocol and
 # xterm's modifyOtherKeys, which a program may have left on.
 _KNOWN_SEQUENCE = re.compile(r"\x1b\[(?:<\d{1,4};\d{1,5};\d{1,5}[Mm]|[IO]|\?2026;\d\$y|\d{1,3}(?:;\d{1,3}){0,2}[u~])")
@@ -68,7 +70,10 @@ class _InputParser:
             yield from self._sequence_messages("\x1b")
         if self._quiet_polls == _UNFINISHED_POLLS:
             self._unfinished = ""
+            last_pasted = self._pasted[-1] if self._pasted else ""
             yield from self._sequence_messages(_PASTE_END)
+            if last_pasted.endswith(_INTERRUPTS):
+                yield from self._text_messages(last_pasted[-1])
         if not data:
             return
         text = self._unfinished + self._decoder.decode(data)
@@ -85,7 +90,8 @@ class _InputParser:
     def _text_messages(self, text: str) -> Iterable[Message]:
         if self._pasted is None:
             return XTermParser().feed(text) if text else ()
-        self._pasted.append(text)
+        if text:
+            self._pasted.append(text)
         return ()
 
     def _sequence_messages(self, sequence: str) -> Iterable[Message]:

@@ -75,7 +75,7 @@ def names(*pieces: bytes) -> list[str]:
         ([b"\x1bdq"], ["alt+d", "q"]),
         ([PASTE + b"dpx\n\x03\x1b[201~"], ["Paste"]),
         ([PASTE + b"text", *END], ["Paste"]),
-        ([b"\x1b[M!", b"\x03"], ["ctrl+c"]),
+        ([b"\x1b[M!", b"\x03"], ["exclamation_mark", "ctrl+c"]),
         ([PASTE + b"text", *LATER, b"\x03", *END], ["Paste", "ctrl+c"]),
         ([PASTE + b"text\x1a", *END], ["Paste", "ctrl+z"]),
     ],

@@ -163,7 +163,7 @@ def read_unevenness(
 
 
 def _main_excess_phase(tally: Tally, long_steps: Sequence[StepRow], waits: Sequence[tuple[int, int]]) -> str | None:
-    """Return the phase that is longest in `long_steps` compared with other steps; INPUT if waits explain it."""
+    """Return the phase that explains most of the length of `long_steps`; INPUT if waits for input do; else None."""
     others = tally.steps - len(long_steps)
     if not long_steps or others <= 0:
         return None
@@ -178,4 +178,4 @@ def _main_excess_phase(tally: Tally, long_steps: Sequence[StepRow], waits: Seque
     waited_ns = sum(overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long_steps)
     if 2 * waited_ns > max(excess_ns[name], 1) * len(long_steps):
         return INPUT
-    return name if excess_ns[name] > 0 else None
+    return name if 2 * excess_ns[name] > sum(max(ns, 0) for ns in excess_ns.values()) else None

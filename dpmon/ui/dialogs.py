@@ -124,7 +124,9 @@ class Dialog(ModalScreen[str | None]):
         if self.problem is not None:
             rows = wrap_to_rows(self.problem, width - 4, "wait")
         height = min(len(rows) + 2, screen_height)
-        corner = [(truncate(self.message, width - 11), "wait")] if self.message else [(self.corner, "dim")]
+        corner: Row = [(self.corner, "dim")] if self.corner else []
+        if self.message:
+            corner = [(truncate(self.message, width - 11), "wait")]
         title: Row = [(truncate(self.title_text, width - 6), "title")]
         glyphs = self.style.glyphs
         framed = draw_frame(

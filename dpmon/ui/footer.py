@@ -120,7 +120,7 @@ def key_at(row: Row, clicked_column: int) -> str | None:
 def render_timeline(cursor: TimeCursor, width: int, style: TerminalStyle) -> list[Row]:
     """Return one row of `width` cells: state and speed, position, and the keys."""
     speed = f"{cursor.speed:g}{style.glyphs.times}"
-    state_word = "playing" if cursor.is_playing else "paused"
+    state_word = "playing" if cursor.is_playing else "stopped"
     left_part: Row = [(f" {state_word} ", "good" if cursor.is_playing else "wait"), (f"{speed:>5} ", "bold")]
     position, length = format_elapsed(cursor.position_ns), format_elapsed(cursor.present_ns)
     left_part.append((f"{position} ", "bold"))

@@ -236,11 +236,17 @@ PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (
     _playback_command("G", "seek_to(1.0)", "to the end"),
 )
 """Commands of a playback; the time line shows some of their keys."""
+
+
+def _look_back_in_palette(screen: ScreenData) -> str | None:
+    return None if _look_back_label(screen) is None else ""
+
+
 PALETTE_COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("[", "range(-1)", _always_shown(""), "a shorter time range", "left_square_bracket"),
     KeyCommand("]", "range(1)", _always_shown(""), "a longer time range", "right_square_bracket"),
-    KeyCommand("<", "time(-1)", _always_shown(""), "look back in time", "less_than_sign"),
-    KeyCommand(">", "time(1)", _always_shown(""), "forward in time, up to now", "greater_than_sign"),
+    KeyCommand("<", "time(-1)", _look_back_in_palette, "look back in time", "less_than_sign"),
+    KeyCommand(">", "time(1)", _look_back_in_palette, "forward in time, up to now", "greater_than_sign"),
     KeyCommand("", "refresh(-1)", _always_shown(""), "a shorter refresh interval"),
     KeyCommand("", "refresh(1)", _always_shown(""), "a longer refresh interval"),
     _playback_command("", "change_speed(1)", "play faster, up to 100 times"),

@@ -381,8 +381,14 @@ class LiveRun:
         time_ns = self.cursor.time_ns
         if (request, time_ns) == (self._request, self._state_ns):
             return
-        if self.cursor.is_playing and time.perf_counter() < self._rest_end_s:
-            return
+        is_resting = len(self.state.processes) > MAX_FULLY_READ and time.perf_counter() < self._rest_end_s
+        if (
+            is_resting
+            and self.cursor.is_playing
+            and request == self._request
+            and 0 <= (self._state_ns or -1) <= (time_ns or 0)
+        ):
+            return  # a picture of an earlier time, until there is time to read this one
         self._request, self._state_ns = request, time_ns
         if time_ns is None:
             self._rest_end_s, self._has_final_state = 0.0, False

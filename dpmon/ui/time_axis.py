@@ -350,7 +350,10 @@ def axis_below_chart(
 ) -> Row:
     """Return the axis below a chart of `width` cells; the start time stands in the `gutter` cells before it."""
     ranks = None if screen.process is None else screen.process.distributed
-    word = "end " if screen.is_over else "now "
+    is_present = screen.cursor.time_ns is None or not screen.cursor.is_playback
+    word = "now " if is_present else ""
+    if screen.is_over:
+        word = "end "
     marks = choose_marks(screen, axis, width)
     cursor_ns = screen.now_ns if screen.cursor.is_looking_back else None
     row = axis_row(axis, picture, width, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)

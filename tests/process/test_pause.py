@@ -279,7 +279,7 @@ def test_an_interrupt_ends_a_pause(dpmon: Dpmon) -> None:
     at = next(n for n, record in enumerate(found) if record["kind"] == "pause" and not record["paused"])
     assert found[at]["reason"] == "interrupted"
     told = dpmon.run("report").text
-    line = r"\nPAUSES\n  00:0\d:\d\d  after step \d+  for [\d.]+ m?s, resumed automatically: interrupted\n"
+    line = r"\n  00:0\d:\d\d +after step \d+ +for [\d.]+ m?s, resumed automatically: interrupted\n"
     assert re.search(line, told)
     assert len([record for record in found[at:] if record["kind"] == "step"]) == 5
     reader.close()

@@ -18,7 +18,7 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
     clock = ManualClock()
     async with open_playback(write_playback_run(), clock) as (app, pilot):
         assert shows_text(app, "finished")
-        assert "paused" in app.text()[-1]
+        assert "stopped" in app.text()[-1]
         assert app.text()[-1].count("00:05:01") == 2
         await pilot.press("g")
         assert "00:00:00 ●" in app.text()[-1]

@@ -43,8 +43,9 @@ _MODE_TEXTS = {
 
 
 def _has_not_started(screen: ScreenData) -> bool:
-    """Return whether no training process has made a step or a call yet."""
-    return screen.process is None or screen.process.seen_ns < 0
+    """Return whether no training process has made a step or a call yet; False once there are findings about the end."""
+    has_end = screen.is_over and screen.findings is not None
+    return not has_end and (screen.process is None or screen.process.seen_ns < 0)
 
 
 def shown_progress(screen: ScreenData) -> Progress:

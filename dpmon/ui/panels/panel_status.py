@@ -278,7 +278,9 @@ def is_reply_cut(screen: ScreenData, width: int, style: TerminalStyle) -> bool:
 
 def _recent_warning(screen: ScreenData) -> Row:
     warning = screen.state.warnings[-1] if screen.state.warnings else None
-    if warning is None or screen.now_ns - (warning.t_ns or 0) >= WARNING_SHOWN_NS:
+    # A warning without a time is about now.
+    is_old = warning is not None and warning.t_ns is not None and screen.now_ns - warning.t_ns >= WARNING_SHOWN_NS
+    if warning is None or is_old:
         return []
     return [("warning: ", "wait"), (sanitize_line(warning.text, 300), "")]
 

@@ -287,7 +287,7 @@ def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
     stalled = with_changes(HEALTHY_RUN, announced=RunEvents(stalls=(seen,)), time_by_activity=spent, window=window)
     (found,) = find_all(stalled)
-    assert found.text == "1 step with a stall is left out of the metrics: 40.0 s."
+    assert found.text == "A step with a stall is left out of the metrics: 40.0 s."
     assert found.ground == f"stall at 00:01:00: {STALL}"
     assert (found.advice, found.weight) == ("dpmon why shows the stacks of that time", 0.4)
     (between,) = find_all(with_changes(stalled, window=SimpleNamespace(left_out={}, times=())))
@@ -298,7 +298,7 @@ def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     (elsewhere,) = find_all(
         with_changes(stalled, spent_by_process={0: {"training": 80 * SECOND}, 1: {"stalled": 80 * SECOND}})
     )
-    assert elsewhere.text == "1 step with a stall is left out of the metrics: 80.0 s."
+    assert elsewhere.text == "A step with a stall is left out of the metrics: 80.0 s."
     assert elsewhere.saves_s == 80.0
 
 

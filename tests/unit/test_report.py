@@ -344,7 +344,7 @@ def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
         section.title.upper() + section.subtitle for section in made.sections
     ]
     tables = [part for section in made.sections for part in section.parts if isinstance(part, Table)]
-    assert len(tables) == 6
+    assert len(tables) == 7
     for cell in (cell for table in tables for row in table.rows for cell in row if cell):
         assert html.escape(cell.strip()) in drawn
         assert cell in "\n".join(lines)

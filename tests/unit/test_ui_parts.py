@@ -35,7 +35,7 @@ def test_the_footer_offers_only_what_works() -> None:
     said += " t theme : list ? help q leave"
     assert " ".join(plain_text(render_footer(facts, 200, STYLE)[0]).split()) == said
     nothing = replace(facts, can_toggle=False, can_type=False, exit_info=exit_info_of(0, None, 1))
-    said = f"1-6 panel enter zoom {view} t theme : list ? help q close"
+    said = f"space play 1-6 panel enter zoom {view} t theme : list ? help q close"
     assert " ".join(plain_text(render_footer(nothing, 200, STYLE)[0]).split()) == said
 
 
@@ -112,7 +112,8 @@ def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
 
 
 def test_the_look_follows_the_terminal() -> None:
-    assert choose_style({"TERM": "xterm-256color"}, "utf-8") == STYLE
+    usual = choose_style({"TERM": "xterm-256color"}, "utf-8")
+    assert (usual.theme, usual.glyphs, usual.styles) == (STYLE.theme, STYLE.glyphs, STYLE.styles)
     assert choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "UTF-8").styles is MONO
     assert choose_style({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
     assert choose_style({"TERM": "linux"}, "utf-8").glyphs is ASCII

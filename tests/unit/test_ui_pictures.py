@@ -166,7 +166,7 @@ def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
     assert said in text
     assert "q close" in text
     assert "d → single" not in text
-    assert "dpmon export 20261120-141502-linear-7f3a" in text
+    assert "dpmon report linear-7f3a" in text
 
 
 def test_a_vanished_run_is_shown_without_an_invented_status() -> None:

@@ -173,7 +173,7 @@ def check_the_figures(dpmon: Dpmon, *, is_step_lost: bool) -> None:
     assert story["elapsed"]["stalled_s"] == pytest.approx(stood, rel=0.01)
     # On a busy machine, there may also be steps that took much longer than usual.
     (text,) = (one["text"] for one in story["findings"] if one["kind"] == "stall" and "left out" in one["text"])
-    subject = "A stall" if is_step_lost else "1 step with a stall"
+    subject = "A stall" if is_step_lost else "A step with a stall"
     assert re.fullmatch(rf"{subject} is left out of the metrics: [\d.]+ s\.", text)
     ranks = story["communication"]
     assert ranks["joined_steps"] == len(begins) - WARM_UP_STEPS - 1

@@ -87,10 +87,10 @@ def _paragraphs(texts: Iterable[str], is_note: bool = False) -> list[Paragraph]:
 def _table(
     table: FactTable[Row], rows: Sequence[Row], labels: Sequence[str] | None = None, head: str | None = None
 ) -> list[Table]:
-    """Return the cells of a table, if it has rows. `labels`: of its rows, if they are not those of the table."""
-    if not rows:
-        return []
+    """Return the cells of a table, if it has any values. `labels`: of its rows, if they are not those of the table."""
     columns = table.shown_columns(rows)
+    if not rows or not columns:
+        return []
     labels = [table.label.cell(row) for row in rows] if labels is None else labels
     cells = [[label, *(column.cell(row) for column in columns)] for label, row in zip(labels, rows, strict=True)]
     headers = [table.label.head if head is None else head, *(column.head for column in columns)]

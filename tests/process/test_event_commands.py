@@ -117,7 +117,7 @@ def test_the_events_of_a_run_that_stalls_and_fails_arrive_soon_and_in_order(dpmo
     assert len({event["id"] for event in events}) == len(events)
     failed = events[-1]["data"]
     assert failed["end"] == "failed"
-    assert failed["text"].endswith(": exit status 3")
+    assert failed["text"].startswith("failed with exit status 3 after ")
     assert next(e for e in events if e["type"].endswith("stalled"))["data"]["health"]["state"] == "stalled"
     assert f"stalled at 00:{stall['since_s'] // 60:02.0f}:" in errors.decode()
     wait_for(lambda: not tellers(dpmon.last()), what="the end of the teller")

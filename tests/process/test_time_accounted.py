@@ -77,7 +77,9 @@ def summary_parts(errors: str) -> dict[str, float]:
     """Return the parts of the elapsed time in a summary (s), after a check of their sum."""
     took = r"((?:\d+ min )?[\d.]+ m?s)"
     (elapsed,) = re.findall(rf"^dpmon: .*: (?:finished in|.* after) {took}", errors, re.M)
-    (line,) = re.findall(r"^dpmon:   elapsed [^:]*: (.*)", errors, re.M)
+    (section,) = re.findall(r"^dpmon: TIME\n(.*?)(?=^dpmon: [A-Z])", errors, re.M | re.S)
+    _, _, parts = " ".join(section.replace("dpmon:", "").split()).partition(": ")
+    line, _, _ = parts.partition(" the longest ")
     found = {name: seconds(text) for name, text in re.findall(rf"([a-z][a-z -]*) {took}(?: \([^)]*\))?(?:, |$)", line)}
     assert sum(found.values()) == pytest.approx(seconds(elapsed), rel=0.01)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -26,7 +26,31 @@ def format_sizes(inputs: str | None, outputs: str | None, unfinished: str = "siz
     return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
 
 
-class StageSizes(NamedTuple):
+class _PartTimes:
+    """The columns of tables that replicas and stages share."""
+
+    __slots__ = ()
+    time: SeriesStats
+    on_device: SeriesStats
+
+    @property
+    def host_ns(self) -> float | None:
+        """The median time on the host."""
+        return self.time.median
+
+    @property
+    def device_ns(self) -> float | None:
+        """The median time on the device."""
+        return self.on_device.median
+
+    @property
+    def device_calls(self) -> int:
+        """Number of calls with a known device time."""
+        return self.on_device.count
+
+
+@dataclass(frozen=True, slots=True)
+class StageSizes(_PartTimes):
     """The inputs and outputs of one stage of a model on several devices. Times cover only calls in which it ended."""
 
     root: str
@@ -48,21 +72,6 @@ class StageSizes(NamedTuple):
         parts = ", ".join(self.parts[:_PARTS_NAMED]) + (f" and {more} more" if more > 0 else "")
         return f"{parts}: {format_sizes(self.inputs, self.outputs, 'not finished')}"
 
-    @property
-    def host_ns(self) -> float | None:
-        """The median time on the host."""
-        return self.time.median
-
-    @property
-    def device_ns(self) -> float | None:
-        """The median time on the device."""
-        return self.on_device.median
-
-    @property
-    def device_calls(self) -> int:
-        """Number of calls with a known device time."""
-        return self.on_device.count
-
 
 class IdleDeviceCounts(NamedTuple):
     """The calls of one root under dp: how often devices received no rows."""
@@ -79,7 +88,7 @@ class IdleDeviceCounts(NamedTuple):
 
 
 @dataclass(slots=True)
-class ReplicaStats:
+class ReplicaStats(_PartTimes):
     """One replica on one device in one mode, over all calls of one kind: the host and device times of its forward."""
 
     mode: str
@@ -117,21 +126,6 @@ class ReplicaStats:
         if others:
             text += f" (+{len(others)} other size{'s' if len(others) > 1 else ''})"
         return text
-
-    @property
-    def host_ns(self) -> float | None:
-        """The median time on the host."""
-        return self.time.median
-
-    @property
-    def device_ns(self) -> float | None:
-        """The median time on the device."""
-        return self.on_device.median
-
-    @property
-    def device_calls(self) -> int:
-        """Number of calls with a known device time."""
-        return self.on_device.count
 
     @property
     def untimed(self) -> str | None:
@@ -229,10 +223,10 @@ class CallLayouts:
                 if of.process == process:
                     stage_sizes.time.merge(tally.stat(series))
                     stage_sizes.on_device.merge(tally.stat(device_series(series)))
-            stages[key] = stage_sizes._replace(calls=stage_sizes.calls + count)
+            stages[key] = replace(stage_sizes, calls=stage_sizes.calls + count)
             untimed[key].update(self.untimed_reasons(process, layout_number))
         lines = (
-            line._replace(untimed=None if line.on_device.count else most_common(untimed[each]))
+            replace(line, untimed=None if line.on_device.count else most_common(untimed[each]))
             for each, line in stages.items()
         )
         return sorted(lines, key=lambda sizes: (sizes.root, sizes.stage, -sizes.calls))

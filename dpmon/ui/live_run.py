@@ -381,14 +381,8 @@ class LiveRun:
         time_ns = self.cursor.time_ns
         if (request, time_ns) == (self._request, self._state_ns):
             return
-        is_resting = len(self.state.processes) > MAX_FULLY_READ and time.perf_counter() < self._rest_end_s
-        if (
-            is_resting
-            and self.cursor.is_playing
-            and request == self._request
-            and 0 <= (self._state_ns or -1) <= (time_ns or 0)
-        ):
-            return  # a picture of an earlier time, until there is time to read this one
+        if self._is_resting_playback(request):
+            return
         self._request, self._state_ns = request, time_ns
         if time_ns is None:
             self._rest_end_s, self._has_final_state = 0.0, False
@@ -399,6 +393,13 @@ class LiveRun:
             start_s, cpu_s = time.perf_counter(), time.thread_time()
             self.state = self._build_snapshot(request, time_ns) or self.state
             self._rest_after_read(start_s, time.thread_time() - cpu_s)
+
+    def _is_resting_playback(self, request: SnapshotRequest) -> bool:
+        """Return whether a playback of many processes goes on with an earlier picture: reading this one takes long."""
+        if len(self.state.processes) <= MAX_FULLY_READ or not self.cursor.is_playing or request != self._request:
+            return False
+        is_earlier = self._state_ns is not None and self._state_ns <= self.cursor.position_ns
+        return is_earlier and time.perf_counter() < self._rest_end_s
 
     def _read_frozen_state(self, request: SnapshotRequest) -> RunSnapshot:
         """Return the state when the picture was frozen, read for this request.

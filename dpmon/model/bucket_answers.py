@@ -1,4 +1,4 @@
-"""What a reader has derived from finished time buckets, so that the next picture reads only the others.
+"""Keeps what was derived from finished time buckets, so that the next picture reads only the others.
 
 A bucket is finished LATE_S before the newest second. It changes only if a record arrives late; then its rows have the
 number of a new transaction, and its answers are forgotten.

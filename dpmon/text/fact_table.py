@@ -57,7 +57,7 @@ class Form(NamedTuple):
     words: Callable[[Any], str]
     to_json: Callable[[Any], object] = lambda value: value
     is_text: bool = False
-    """Whether its cells are aligned at the left."""
+    """True for text, which is aligned at the left."""
 
 
 TEXT = Form(str, is_text=True)

@@ -22,7 +22,7 @@ class PanelColumn(NamedTuple):
     cells: Sequence[str | Row] = ()
     style: str = ""
     is_text: bool = False
-    """Whether its cells stand at the left, and are truncated and marked where they are too long."""
+    """True for text: it is aligned at the left, and long text is truncated."""
     short: str | Row = ""
     """The title where there is little room."""
     rank: int = 0
@@ -31,9 +31,9 @@ class PanelColumn(NamedTuple):
     draw: Callable[[int], Sequence[str | Row]] | None = None
     """Returns the title and the cells of a drawing."""
     max_width: int = 24
-    """Of a drawing."""
+    """Maximum width of a drawing."""
     wanted_width: int = 0
-    """Of a drawing: cells that it gets before columns with a higher rank are shown."""
+    """Width that a drawing gets before columns with a higher rank are shown."""
 
     def in_little_room(self) -> PanelColumn:
         """Return the column with its short title, and values without a blank before their unit."""

@@ -48,12 +48,12 @@ class TimeCursor:
 
     @property
     def shows_past(self) -> bool:
-        """Whether the user has chosen a time, other than that of a frozen picture, or a playback."""
+        """Whether an earlier time is shown, in a look back or a playback. A frozen picture does not count."""
         return self.is_playback or self.is_looking_back
 
     @property
     def can_return(self) -> bool:
-        """Whether the user has left the present, other than for a frozen picture, and can return to it."""
+        """Whether `esc` returns from an earlier time of a live run to the present."""
         return self.is_looking_back or (self.is_playback and not self.has_ended)
 
     def return_to_present(self) -> TimeCursor:

@@ -109,8 +109,14 @@ def shift_by_parts(screen: ScreenData, parts: int) -> int:
     A part is a sixtieth of the axis, but at least a second. Negative: before it.
     """
     axis = make_time_axis(screen)
-    shown_ns = screen.elapsed_ns if screen.cursor.time_ns is None else screen.cursor.time_ns
-    return shown_ns + parts * max((axis.end_s - axis.start_s) // _LOOK_BACK_PARTS, 1) * SECOND
+    cursor, shift_ns = screen.cursor, parts * max((axis.end_s - axis.start_s) // _LOOK_BACK_PARTS, 1) * SECOND
+    if cursor.time_ns is not None:
+        return cursor.time_ns + shift_ns
+    time_ns = screen.elapsed_ns + shift_ns
+    # The clock is ahead of the records: a key that goes back must reach a time before these.
+    if not cursor.has_ended and time_ns >= cursor.recorded_ns:
+        return cursor.recorded_ns + shift_ns
+    return time_ns
 
 
 def _history_end(screen: ScreenData) -> tuple[RunSnapshot, int]:

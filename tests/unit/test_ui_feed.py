@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def test_a_look_back_starts_at_the_time_of_the_freeze_and_sends_no_requests(tmp_
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.refresh()
-    feed.build_screen_data(View())
+    present = feed.build_screen_data(View())
+    ahead = replace(present, now_ns=present.cursor.recorded_ns + 5 * SECOND)
+    assert shift_by_parts(ahead, -1) == present.cursor.recorded_ns - 2 * SECOND, "the clock is ahead of the records"
     feed.move_cursor(TimeCursor.freeze)
     frozen = feed.build_screen_data(View())
     assert frozen.cursor.time_ns is not None

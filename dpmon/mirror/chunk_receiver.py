@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from binascii import a2b_base64
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -80,23 +79,6 @@ class Chunk(NamedTuple):
     """Approximate length of its lines (bytes)."""
 
 
-class _ColumnLimits(NamedTuple):
-    """What the values in the columns of a line may be."""
-
-    types: tuple[frozenset[type], ...]
-    """The possible types of each."""
-    texts: tuple[tuple[int, int], ...]
-    """Position and most characters of each text."""
-    values: tuple[tuple[int, Collection[Any]], ...]
-    """Position and possible values of the columns in _VALUES."""
-    times: tuple[tuple[int, bool], ...]
-    """Position of each time, and whether it is in seconds of the tables, else ns since the run's start."""
-    sketch: int | None
-    """Position of the column with sketches."""
-    finite: tuple[int, ...]
-    """Positions of the numbers that must be finite: all but losses."""
-
-
 class ChunkReceiver:
     """The receiver of the lines from one node."""
 
@@ -130,12 +112,11 @@ class ChunkReceiver:
         self._bytes += max(len(text), _MIN_ROW_BYTES * len(rows))
         if len(rows) > MAX_ROWS or self._bytes > CHUNK_BYTES:
             raise ProtocolError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
-        limits = _column_limits(table)
         has_long_number = _LONG_NUMBER in text.translate(_AS_ZERO)
-        if not self._are_valid(limits, rows, now_ns) or (has_long_number and not _fit_in_columns(rows)):
+        if not self._are_valid(table, rows, now_ns) or (has_long_number and not _fit_in_columns(rows)):
             raise ProtocolError(f"it sent invalid rows of the table {table}")
-        if limits.sketch is not None:
-            _decode_sketches(rows, limits.sketch)
+        if "sketch" in columns:
+            _decode_sketches(rows, columns.index("sketch"))
         row_line = RowLine(table, rows)
         if table == "events":
             events = map(parse_event, row_line.column("json"))
@@ -148,50 +129,30 @@ class ChunkReceiver:
         self._lines.append(row_line)
         return None
 
-    def _are_valid(self, limits: _ColumnLimits, rows: Sequence[list[Any]], now_ns: int) -> bool:
+    def _are_valid(self, table: str, rows: Sequence[list[Any]], now_ns: int) -> bool:
         """Return whether all values have the types of their columns, and are within their limits."""
-        for types in {tuple(map(type, row)) for row in rows}:
-            if len(types) != len(limits.types) or not all(map(frozenset.__contains__, limits.types, types)):
-                return False
-        for index, max_chars in limits.texts:
-            texts = [row[index] or "" for row in rows]
-            if max(map(len, texts), default=0) > max_chars:
-                return False
-            "".join(texts).encode()  # ValueError for half a surrogate pair, which SQLite rejects
-        for index, values in limits.values:
-            if not all(value in values for value in {row[index] for row in rows}):
-                return False
-        if not all(isfinite(row[index]) for index in limits.finite for row in rows):
+        columns = columns_sent(table)
+        if not all(type(row) is list and len(row) == len(columns) for row in rows):
             return False
         latest_ns = now_ns + AHEAD_S * SECOND
-        latest_s = latest_ns // SECOND + self._origin_s
-        return all(
-            (row[index] or 0) <= (latest_s if is_second else latest_ns)
-            for index, is_second in limits.times
-            for row in rows
-        )
-
-
-@cache
-def _column_limits(table: str) -> _ColumnLimits:
-    """Return the limits of the columns of a table."""
-    columns = columns_sent(table)
-    types = [{str if kind is bytes else kind for kind in kinds} for kinds in columns.values()]
-    values = [_VALUES.get((table, name)) or _VALUES.get(name) for name in columns]
-    return _ColumnLimits(
-        types=tuple(frozenset(kinds | {int}) if float in kinds else frozenset(kinds) for kinds in types),
-        texts=tuple(
-            (index, _MAX_CHARS_OF.get(name, _MAX_CHARS))
-            for index, (name, kinds) in enumerate(zip(columns, types, strict=True))
-            if str in kinds
-        ),
-        values=tuple((index, possible) for index, possible in enumerate(values) if possible is not None),
-        times=tuple(
-            (index, name == "start_s") for index, name in enumerate(columns) if name == "start_s" or name in TIMES
-        ),
-        sketch=list(columns).index("sketch") if "sketch" in columns else None,
-        finite=tuple(index for index, kinds in enumerate(types) if float in kinds and table != "losses"),
-    )
+        latest = {"start_s": latest_ns // SECOND + self._origin_s, **dict.fromkeys(TIMES, latest_ns)}
+        for (name, kinds), values in zip(columns.items(), zip(*rows, strict=True), strict=False):
+            types = {str if kind is bytes else kind for kind in kinds} | ({int} if float in kinds else set())
+            if not types.issuperset(map(type, values)):
+                return False
+            if str in types:
+                texts = [value or "" for value in values]
+                if max(map(len, texts)) > _MAX_CHARS_OF.get(name, _MAX_CHARS):
+                    return False
+                "".join(texts).encode()  # ValueError for half a surrogate pair, which SQLite rejects
+            possible = _VALUES.get((table, name)) or _VALUES.get(name)
+            if possible is not None and not all(value in possible for value in set(values)):
+                return False
+            if name in latest and max(value or 0 for value in values) > latest[name]:
+                return False
+            if float in kinds and table != "losses" and not all(map(isfinite, values)):  # only a loss may be infinite
+                return False
+        return True
 
 
 def _decode_sketches(rows: Sequence[list[Any]], index: int) -> None:

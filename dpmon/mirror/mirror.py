@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from dpmon.mirror.chunk_receiver import (
 from dpmon.mirror.cross_node_stalls import CrossNodeStallDetector
 from dpmon.mirror.mirror_history import ChunkError, MirrorHistory
 from dpmon.mirror.mirror_run import append_output, stream_command
-from dpmon.mirror.node_connection import NodeConnection
 from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened, NodeLinks
 from dpmon.mirror.request_relay import RequestRelay
 from dpmon.record.safe_json import int_member, number_member, text_member
@@ -76,6 +75,36 @@ MAX_NODES_IN_FULL = 16
 _UNWRITTEN = "its records cannot be written here"
 _MAX_TEXT_CHARS, MAX_LOG_BYTES = 1000, 1 << 20
 """Largest length of a text that a node has sent, and largest size of the log: a node may cause any number of lines."""
+
+
+@dataclass
+class NodeConnection:
+    """The state of the connection to one node, in addition to the node's row in the history."""
+
+    node: NodeRow
+    is_run_unknown: bool = False
+    """Whether `attach` failed to reach the node. Until it replies, only its job is known, not its run."""
+    receiver: ChunkReceiver | None = None
+    """None after this process has closed a connection, until the next one opens. Late lines are ignored."""
+    clock_request: tuple[int, int] = (0, 0)
+    """Number of the last clock request, and when it was sent (ns of the run)."""
+    clock_replies: int = 0
+    """How many clock requests the node has answered on this connection."""
+    last_received_id: int = 0
+    """The last id that the node has sent."""
+    unwritten_bytes: int = 0
+    """How much the node has sent that is not written yet."""
+    output_at: int | None = None
+    """Offset in the node's output up to which it was received; None if nothing was received yet."""
+    beat: Mapping[str, Any] = field(default_factory=dict)
+    """The last beat; empty while disconnected."""
+    rank_report: Mapping[str, Any] | None = None
+    """The newest message with the activities of the node's ranks that was not passed on; None if there is none."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more records are expected. A node that was never reached may not belong to the job."""
+        return self.node.state in ("ended", "refused") or (self.is_run_unknown and self.node.why is not None)
 
 
 class Mirror(StallRecorder):

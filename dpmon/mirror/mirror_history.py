@@ -2,7 +2,7 @@
 
 Rows are inserted as the nodes have sent them; a row with the same key is replaced. Process p of node n of N becomes
 p * N + n, and key numbers likewise. Rows with ids get new ids from this history's counter. Only the waits between ranks
-on different nodes are added, because no single node can compute them (dpmon.mirror.cross_node_waits).
+on different nodes are added (CrossNodeWaits).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import repeat
@@ -18,7 +19,7 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.mirror.chunk_receiver import Chunk, RowLine
-from dpmon.mirror.cross_node_waits import CrossNodeWaits
+from dpmon.record.schema import SECOND
 from dpmon.run.run_directory import RunInfo
 from dpmon.store.database import BUCKET_TABLES
 from dpmon.store.events import EVENTS, LASTING, EventRow, parse_event, read_events
@@ -28,8 +29,9 @@ from dpmon.store.rings import read_rings
 from dpmon.store.row_exchange import SENT, columns_sent
 from dpmon.store.steps import STEPS, StepRow
 from dpmon.store.store_queries import Store
-from dpmon.store.sync_passes import SyncStep, join_sync_steps
+from dpmon.store.sync_passes import RankGroups, SyncStep, join_sync_steps, sync_device_ns
 from dpmon.store.table import NUMBERED, SEQ
+from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, KeyNumbers, TallyKey
 from dpmon.store.tally_tables import add_steps
 from dpmon.store.time_buckets import WIDTHS, merge_buckets, note_deleted
 
@@ -219,6 +221,55 @@ class MirrorHistory:
         if all(node.state == "ended" for node in self.nodes):
             end_s = max(node.tallied_s for node in self.nodes)
         merge_buckets(self._db, BUCKET_TABLES, end_s)
+
+
+class CrossNodeWaits:
+    """The process groups that span nodes, and their steps. No single node can compute the waits in these."""
+
+    def __init__(self, keys: KeyNumbers) -> None:
+        """`keys`: of the history of the mirror."""
+        self._keys = keys
+        self._groups = RankGroups()
+        self._ranks: dict[int, set[int]] = defaultdict(set)
+        """The ranks on each node."""
+        self._spans_nodes_by_process: dict[int, bool] = {}
+        """Whether a process averages its gradients with ranks on other nodes, by process."""
+
+    def register_rank(self, node: NodeRow, rank: int | None) -> None:
+        """Register the rank of a process on a node."""
+        if rank is not None and rank not in self._ranks[node.number]:
+            self._ranks[node.number].add(rank)
+            self._spans_nodes_by_process.clear()
+
+    def handle_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
+        """Note the rank or the process group that an event of a process contains."""
+        self._groups.handle_event(process, kind, data)
+        self._spans_nodes_by_process.clear()
+
+    def _spans_nodes(self, node: NodeRow, process: int) -> bool:
+        """Return whether a process averages its gradients with ranks on other nodes."""
+        spans = self._spans_nodes_by_process.get(process)
+        if spans is None:
+            ranks = self._groups.ranks(process)
+            own_ranks = self._ranks[node.number]
+            spans = ranks is not None and (len(ranks) > len(own_ranks) or not own_ranks.issuperset(ranks))
+            self._spans_nodes_by_process[process] = spans
+        return spans
+
+    def sync_steps(self, node: NodeRow, steps: Iterable[StepRow]) -> Iterator[SyncStep]:
+        """Yield the steps of a node that wait for steps of ranks on other nodes."""
+        shift_ns, first_s = max(node.clock_ns or 0, 0), (node.origin_s or 0) + (node.shift_s or 0)
+        for row in steps:
+            if row.sync_number is None or not self._spans_nodes(node, row.process):
+                continue
+            tail_ns = row.measurement("sync") if row.device is None else sync_device_ns(json.loads(row.device)[1:])
+            key = TallyKey(row.process, row.mode, row.kind, row.known.get("samples", NO_SAMPLES))
+            if self._keys.find(key) is None:
+                key = key._replace(batch=OTHER_SIZES)
+            if self._keys.find(key) is not None:
+                step = self._groups.sync_step(key, row, tail_ns, (row.end_ns - shift_ns) // SECOND + first_s)
+                if step is not None:
+                    yield step
 
 
 def _is_numbered(line: RowLine) -> bool:

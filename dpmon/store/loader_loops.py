@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.record_types import Batches
 from dpmon.store.loops import LoaderLoop
-from dpmon.store.steps import LoopStep, read_loop_steps
+from dpmon.store.steps import StepRow, read_loop_steps
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -225,13 +225,14 @@ def estimate_epoch_time_left(store: Store, epochs: Sequence[LoaderLoop], batch: 
     return "more than 100 days" if time_left.left_ns > MAX_TIME_LEFT_NS else time_left
 
 
-def estimate_time_left(steps: Iterable[LoopStep], batches: int) -> TimeLeft | None:
+def estimate_time_left(steps: Iterable[StepRow], batches: int) -> TimeLeft | None:
     """Return the time that `batches` more batches will take; None with too few `steps` (newest first)."""
-    cycles = [
-        (later.end_ns - earlier.end_ns, later.loop_batch - earlier.loop_batch)
+    differences = [
+        (later.end_ns - earlier.end_ns, (later.loop_batch or 0) - (earlier.loop_batch or 0))
         for later, earlier in pairwise(steps)
-        if later.loop == earlier.loop and later.loop_batch > earlier.loop_batch
+        if later.loop == earlier.loop
     ]
+    cycles = [(ns, count) for ns, count in differences if count > 0]
     batches_read = sum(count for _, count in cycles)
     block_count = min(len(cycles), MAX_BLOCKS)
     if min(batches_read, block_count) < MIN_BATCHES:

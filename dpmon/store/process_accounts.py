@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dpmon.record.safe_json import ns_member
 from dpmon.record.schema import step_kind
 from dpmon.store.events import EVENTS, LASTING
 from dpmon.store.rings import read_rings
@@ -54,11 +55,11 @@ class ProcessAccounts:
             if kind == "process" and type(data.get("pid")) is int:
                 self._apply_early_waits(batch, data["pid"])
         elif time_ns is not None and kind == "input":
-            waited_ns, pid = seconds_to_ns(data.get("waited_s")), data.get("pid")
+            waited_ns, pid = ns_member(data, "waited_s"), data.get("pid")
             if waited_ns is not None and type(pid) is int:
                 self._add_input_wait(batch, pid, time_ns, time_ns + waited_ns)
         elif time_ns is not None and kind == "stall" and "lasted_s" not in data:
-            since_ns = seconds_to_ns(data.get("since_s"))
+            since_ns = ns_member(data, "since_s")
             if since_ns is not None:
                 self.stalls.append((since_ns, time_ns))
         elif time_ns is not None and kind == "exit":
@@ -83,7 +84,7 @@ class ProcessAccounts:
             if process not in self.by_process:
                 self.by_process[process] = TimeAccount(time_ns or 0, process, self.stalls)
         elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
-            self.get_account(process).note_pause(data["paused"], time_ns, seconds_to_ns(data.get("paused_s")))
+            self.get_account(process).note_pause(data["paused"], time_ns, ns_member(data, "paused_s"))
 
     def _apply_early_waits(self, batch: WriteBatch, pid: int) -> None:
         """Account for the earlier input waits of a process that started to record."""
@@ -105,8 +106,3 @@ class ProcessAccounts:
         """Close all accounts, because the run has ended."""
         for process, account in self.by_process.items():
             batch.add_activity_time(process, account.finish(end_ns))
-
-
-def seconds_to_ns(seconds: float | None) -> int | None:
-    """Return a time in an event (s) in ns; None if it is unknown."""
-    return None if seconds is None else int(seconds * 1e9)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.record.history_rows import CollectiveRow, LossRow, Row
 from dpmon.record.record_types import CallParts, CallRow, Event, Step
+from dpmon.record.safe_json import ns_member
 from dpmon.record.schema import (
     AFTER_OTHER_KIND,
     EVALUATION,
@@ -32,7 +33,7 @@ from dpmon.store.gaps import GAP_NS, GAPS
 from dpmon.store.loader_loops import LoaderLoopTracker
 from dpmon.store.loops import read_loops
 from dpmon.store.loss_table import LOSSES
-from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
+from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.rings import RingRow
 from dpmon.store.shapes import CallShape, shape_of_call
 from dpmon.store.steps import MEASURED, STEPS, StepRow, encode_calls, encode_device_times, encode_spans, read_last_step
@@ -244,7 +245,7 @@ class RingIntake:
         kind, data = event.kind, event.data
         self.row.events += 1
         self._switched = self._switched or kind == "mode"
-        t_ns = seconds_to_ns(data.get("t_s"))
+        t_ns = ns_member(data, "t_s")
         process = self.row.process if self.row.process >= 0 else None
         self._accounts.handle_event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):

@@ -168,22 +168,6 @@ class _StepTable(StoreTable[StepRow]):
 STEPS = _StepTable("steps", StepRow, SCHEMA, sent=NUMBERED)
 
 
-class LoopStep(NamedTuple):
-    """A step that used batches of a loader loop."""
-
-    step: int
-    loop: int
-    loop_batch: int
-    """How many batches of the loop were used by the end of the step."""
-    start_ns: int
-    wall_ns: int
-
-    @property
-    def end_ns(self) -> int:
-        """Its end (ns since the run's start)."""
-        return self.start_ns + self.wall_ns
-
-
 # ------------------------------------------------------------------------------------------------ columns of JSON
 
 
@@ -344,16 +328,15 @@ def find_next_step_ns(store: Store, process: int, after_ns: int) -> int | None:
     return start_ns
 
 
-def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int, interval: int = 1) -> list[LoopStep]:
+def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int, interval: int = 1) -> list[StepRow]:
     """Return every `interval`-th step of some loader loops, among the newest rows, the newest first."""
     last_id = store.last_id(process)
-    query = (
-        f"SELECT {', '.join(LoopStep._fields)} FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
-        f" AND loop IN ({', '.join('?' * len(loops))}) AND loop_batch IS NOT NULL AND step % ? = 0"
-        " ORDER BY id DESC LIMIT ?"
+    condition = (
+        f"WHERE process = ? AND id BETWEEN ? AND ? AND loop IN ({', '.join(map(str, loops))})"
+        " AND loop_batch IS NOT NULL AND step % ? = 0 ORDER BY id DESC LIMIT ?"
     )
-    values = process, last_id - _NEWEST_IDS_SEARCHED, last_id, *loops, interval, limit
-    return list(map(LoopStep._make, store.query(query, values)))
+    values = process, last_id - _NEWEST_IDS_SEARCHED, last_id, interval, limit
+    return list(STEPS.select(store.connection, condition, values))
 
 
 # ------------------------------------------------------------------------------------------------ long steps, waits

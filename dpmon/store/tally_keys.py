@@ -30,7 +30,7 @@ NO_SAMPLES, OTHER_SIZES = -1, -2
 
 
 class TallyKey(NamedTuple):
-    """Identifies a tally, apart from its time."""
+    """What identifies a tally, apart from its time: a row of `keys`, without its number."""
 
     process: int
     mode: str
@@ -40,22 +40,7 @@ class TallyKey(NamedTuple):
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
 
 
-class KeyRow(NamedTuple):
-    """A row of `keys`."""
-
-    number: int
-    process: int
-    mode: str
-    kind: int
-    batch: int
-
-    @property
-    def key(self) -> TallyKey:
-        """The key without its number."""
-        return TallyKey(self.process, self.mode, self.kind, self.batch)
-
-
-KEYS = StoreTable("keys", KeyRow, SCHEMA, sent=CHANGING)
+KEYS = StoreTable("keys", TallyKey, SCHEMA, sent=CHANGING)
 
 
 class KeyNumbers:
@@ -72,16 +57,16 @@ class KeyNumbers:
     def find(self, key: TallyKey) -> int | None:
         """Return the number of a key; None if the table does not have it."""
         if not self._numbers:
-            rows = map(KeyRow._make, self._db.execute(f"SELECT {KEYS.column_list} FROM keys"))
-            self._numbers.update((row.key, row.number) for row in rows)
+            rows = self._db.execute(f"SELECT number, {KEYS.column_list} FROM keys")
+            self._numbers.update((TallyKey(*key), number) for number, *key in rows)
         return self._numbers.get(key)
 
     def number(self, key: TallyKey) -> int:
         """Return the number of a key. A new key is inserted."""
         number = self.find(key)
         if number is None:
-            number = self._numbers[key] = len(self._numbers) + 1
-            KEYS.insert(self._db, [KeyRow(number, *key)])
+            number = self._numbers[key] = len(self._numbers) + 1  # as SQLite counts
+            KEYS.insert(self._db, [key])
         return number
 
 
@@ -95,4 +80,5 @@ def read_keys(
     condition = f"(kind & {EXCLUDED} != 0) = {int(left_out)}"
     if processes is not None:
         condition += f" AND process IN ({', '.join(map(str, processes))})"
-    return {row.number: row.key for row in KEYS.select(connection, f"WHERE {condition}")}
+    rows = connection.rows(f"SELECT number, {KEYS.column_list} FROM keys WHERE {condition}")
+    return {number: TallyKey(*key) for number, *key in rows}

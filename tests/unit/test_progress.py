@@ -18,7 +18,7 @@ from dpmon.run.run_reader import RunReader
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoopTracker, estimate_time_left
 from dpmon.store.loops import LoaderLoop, read_loops
-from dpmon.store.steps import LoopStep
+from dpmon.store.steps import StepRow
 from dpmon.store.write_batch import WriteBatch
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.history_builders import Recording, snapshot_of_rows, write_run_directory
@@ -132,12 +132,13 @@ def test_a_loader_that_gives_more_batches_than_its_length_has_none() -> None:
 # ------------------------------------------------------------------------------------------------ time left
 
 
-def steps(times: list[int], batches: int = 1) -> list[LoopStep]:
+def steps(times: list[int], batches: int = 1) -> list[StepRow]:
     """Return steps that end after these times (ns), the newest first."""
     found, at = [], 0
     for number, took in enumerate(times, start=1):
         at += took
-        found.append(LoopStep(number, 1, number * batches, at - took // 2, took // 2))
+        start_ns, wall_ns = at - took // 2, took // 2
+        found.append(StepRow(0, 0, number, "", start_ns, wall_ns, 0, 0, (), loop=1, loop_batch=number * batches))
     return found[::-1]
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NamedTuple
 
 from dpmon.mirror.disconnect_reasons import explain_disconnect
@@ -30,7 +30,6 @@ MAX_LINE_BYTES = 1 << 20
 MAX_BANNER_BYTES = 1 << 16
 """Largest size of what precedes the header line, and of that line itself."""
 _MAX_STDERR_BYTES = 4096
-_MAX_UNSENT_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
 """Size of one read: the capacity of a pipe."""
 _MAX_STARTING = 8
@@ -96,7 +95,6 @@ class _NodeLink:
     """The beginning of a line whose end has not arrived."""
     banner: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
 
 
 class NodeLinks:
@@ -136,13 +134,16 @@ class NodeLinks:
                 return reports
 
     def send(self, node: int, line: str) -> bool:
-        """Send a line to a node's command. Never blocks. Return False if the command is not open or does not read."""
-        link = self._links[node]
-        data = line.encode() + b"\n"
-        if not link.is_open or len(link.unsent) + len(data) > _MAX_UNSENT_BYTES:
+        """Send a line to a node's command. Never blocks. Return False if the command is not open or does not read.
+
+        A pipe accepts all of a line, or nothing. Only of a line above 4 KiB, it may accept a part: the node ignores it.
+        """
+        link, data = self._links[node], line.encode() + b"\n"
+        if not link.is_open or link.process is None or link.process.stdin is None:
             return False
-        link.unsent += data
-        return self._write(link)
+        with suppress(OSError):
+            return os.write(link.process.stdin.fileno(), data) == len(data)
+        return False
 
     def close_link(self, node: int, reason: str, *, for_good: bool) -> LinkClosed:
         """End a node's command because of what it sent. Unless `for_good`, it is started again later."""
@@ -268,28 +269,6 @@ class NodeLinks:
                 self._selector.unregister(link.process.stderr)
         link.stderr = (link.stderr + data)[-_MAX_STDERR_BYTES:]
 
-    def _write(self, link: _NodeLink) -> bool:
-        """Write as much as the pipe accepts now, and the rest later. Return False if the command no longer reads."""
-        if link.process is None or link.process.stdin is None or link.process.stdin.closed:
-            return False
-        stdin = link.process.stdin
-        is_registered = stdin in self._selector.get_map()
-        try:
-            del link.unsent[: os.write(stdin.fileno(), link.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            link.unsent.clear()
-            if is_registered:
-                self._selector.unregister(stdin)
-            stdin.close()
-            return False
-        if link.unsent and not is_registered:
-            self._selector.register(stdin, EVENT_WRITE, lambda _: self._write(link))
-        elif is_registered and not link.unsent:
-            self._selector.unregister(stdin)
-        return True
-
     # -------------------------------------------------------------------------------------------- ending
 
     def _check_ended_commands(self, now_s: float, reports: list[Report]) -> None:
@@ -328,7 +307,7 @@ class NodeLinks:
         """Close the streams of a command, so that it ends. Send it signals if it has not ended after `wait_s`."""
         process, link.process = link.process, None
         link.is_open, link.end_s = False, None
-        link.partial_line, link.banner, link.stderr, link.unsent = bytearray(), bytearray(), bytearray(), bytearray()
+        link.partial_line, link.banner, link.stderr = bytearray(), bytearray(), bytearray()
         if process is None:
             return
         for stream in (process.stdin, process.stdout, process.stderr):

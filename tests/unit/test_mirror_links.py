@@ -225,12 +225,11 @@ def test_sending_never_waits(start: Start) -> None:
     while links.send(0, "x" * 1000):
         sent += 1
         assert sent < 1000
-    assert sent > 100  # a full pipe, and what is kept until it has room
-    assert len(links._links[0].unsent) <= 1 << 16
+    assert sent > 10  # a full pipe
     assert time.monotonic() - began < 60
 
 
-def test_what_a_full_pipe_did_not_take_is_sent_later(start: Start, tmp_path: Path) -> None:
+def test_a_full_pipe_takes_whole_lines(start: Start, tmp_path: Path) -> None:
     go = tmp_path / "go"
     text = f"{MARK}; until [ -e {go} ]; do sleep 0.05; done; n=0; while read l; do n=$((n + 1)); echo $n; done"
     links = start(shell(text))

@@ -20,8 +20,7 @@ from dpmon.run.lifecycle import is_command_alive, is_live, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.run_registry import find_run, newest_run
 from dpmon.sanitize import sanitize_line, to_safe_json
-from dpmon.stalls.stall_report import StallReport, parse_report
-from dpmon.stalls.why_reply import request_and_wait
+from dpmon.stalls.stall_report import StallReport, parse_report, request_and_wait
 from dpmon.stalls.why_text import NOT_STALLED, format_frames, format_report
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor

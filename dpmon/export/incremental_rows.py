@@ -18,12 +18,11 @@ from dpmon.store.collectives import COLLECTIVE_SUMS
 from dpmon.store.database import BUCKET_TABLES, TABLES
 from dpmon.store.device_rollups import DEVICE_ROLLUPS
 from dpmon.store.events import LASTING
-from dpmon.store.rollups import BEFORE_S
 from dpmon.store.row_exchange import TIMES, columns_sent, encode_rows
 from dpmon.store.steps import STEPS, StepRow
 from dpmon.store.store_queries import Store
 from dpmon.store.table import NUMBERED, Parameters, StoreTable
-from dpmon.store.time_buckets import WIDTHS
+from dpmon.store.time_buckets import BEFORE_S, WIDTHS
 
 MAX_IDS, MAX_COMPLETE_IDS = 20_000, 2000
 """Most ids of a chunk, if only some steps are sent, and if all rows are sent."""

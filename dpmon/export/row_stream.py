@@ -35,7 +35,7 @@ from dpmon.run.run_directory import load_exit
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
 from dpmon.run.run_signals import stop_run
 from dpmon.run.safe_files import open_file, read_file
-from dpmon.stalls.why_reply import STANDING_FILE, request_and_wait
+from dpmon.stalls.stall_report import STANDING_FILE, request_and_wait
 from dpmon.store.row_exchange import MARK
 from dpmon.store.store_opening import open_store
 

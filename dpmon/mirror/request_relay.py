@@ -18,8 +18,7 @@ from dpmon.run import proc
 from dpmon.run.mirror_state import REQUESTS_FILE
 from dpmon.run.safe_files import open_file
 from dpmon.sanitize import sanitize_line
-from dpmon.stalls.stall_report import StallReport
-from dpmon.stalls.why_reply import last_request_number, write_reply
+from dpmon.stalls.stall_report import StallReport, last_request_number, write_reply
 
 if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror

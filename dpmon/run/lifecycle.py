@@ -140,9 +140,7 @@ def signal_name(signal_number: int) -> str:
         return f"signal {signal_number}"
 
 
-def build_exit_info(
-    run_info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True
-) -> ExitInfo:
+def build_exit_info(run_info: RunInfo, returncode: int, by: str, error: str | None = None) -> ExitInfo:
     """Return the record of a run's end just now. `returncode` is as in subprocess (negative: a signal's number)."""
     end_ns = time.monotonic_ns()
     return ExitInfo(
@@ -153,22 +151,14 @@ def build_exit_info(
         seconds=(end_ns - run_info.start_ns) / 1e9,
         by=by,
         error=error,
-        drained=drained,
     )
 
 
 def build_unknown_exit(run_info: RunInfo, by: str, reason: str, end_ns: int) -> ExitInfo:
     """Return the record of an end with unknown status at `end_ns` (monotonic, as precise as possible)."""
     seconds = max(end_ns - run_info.start_ns, 0) / 1e9
-    return ExitInfo(
-        status=None,
-        signal=None,
-        ended_unix=run_info.started_unix + seconds,
-        end_ns=end_ns,
-        seconds=seconds,
-        by=by,
-        unknown=reason,
-    )
+    ended_unix = run_info.started_unix + seconds
+    return ExitInfo(None, None, ended_unix=ended_unix, end_ns=end_ns, seconds=seconds, by=by, unknown=reason)
 
 
 STOPPED_BY_YOU = "stopped by you"

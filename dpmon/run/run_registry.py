@@ -133,22 +133,20 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
 
 def _create_in(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
-    for _ in range(1000):
-        run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
-        directory, run_info = runs / run_id, replace(draft, id=run_id, host=proc.host_name())
-        try:
-            directory.mkdir(mode=0o700)
-            directory.chmod(0o700)  # whatever the umask
-            run_info = replace(run_info, inode=directory.lstat().st_ino)
-            write_info(directory, run_info)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            with contextlib.suppress(OSError):  # leave no empty run behind
-                directory.rmdir()
-            raise RunError(f"{directory} cannot be created: {error.strerror}") from None
-        return directory, run_info
-    raise RunError(f"no free name for a run in {runs}")
+    run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
+    directory, run_info = runs / run_id, replace(draft, id=run_id, host=proc.host_name())
+    try:
+        directory.mkdir(mode=0o700)
+        directory.chmod(0o700)  # whatever the umask
+        run_info = replace(run_info, inode=directory.lstat().st_ino)
+        write_info(directory, run_info)
+    except FileExistsError:
+        return _create_in(runs, draft)  # with another number
+    except OSError as error:
+        with contextlib.suppress(OSError):  # leave no empty run behind
+            directory.rmdir()
+        raise RunError(f"{directory} cannot be created: {error.strerror}") from None
+    return directory, run_info
 
 
 def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:

@@ -1,15 +1,24 @@
-"""What the ranks of a run do: the content of a `stall` record, and of the reply to `dpmon why`."""
+"""What the ranks of a run do: the content of a `stall` record, and of the reply to `dpmon why`.
+
+The request for such a reply, and the reply, are two files in the run's directory.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
-from dpmon.record.typed_json import OMIT_EMPTY, from_json
+from dpmon.record.typed_json import OMIT_EMPTY, from_json, to_json
 from dpmon.run.run_directory import RunInfo
+from dpmon.run.safe_files import open_file, read_file, write_atomically
 from dpmon.stalls.stacks import ProcessStacks, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall, describe_activity
 
@@ -62,6 +71,13 @@ class StallReport:
     """The nodes that did not answer, and why."""
 
 
+ASKED_FILE, ANSWER_FILE = "why-asked", "why.json"
+STANDING_FILE = "standing.json"
+"""The activities of this node's ranks while one makes no progress, for a reader that sees all nodes of their job."""
+WAIT_S = 8.0
+"""Maximum wait for the supervisor's reply."""
+_POLL_S = 0.02
+_MAX_BYTES = 64 << 20
 _last_parsed: tuple[Mapping[str, object], StallReport | None] = {}, None
 
 
@@ -74,7 +90,7 @@ def parse_report(record: Mapping[str, object]) -> StallReport | None:
     last_record, report = _last_parsed
     if record is not last_record:
         report = None
-        with suppress(ValueError):
+        with contextlib.suppress(ValueError):
             report = from_json(StallReport, record)
         _last_parsed = record, report
     return report
@@ -147,3 +163,58 @@ def _report_rank(
         stacks=stacks,
         why_no_stack=None if stacks else dump.reason or rank.why_no_stack,
     )
+
+
+# ------------------------------------------------------------------------------------------------ dpmon why
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The content of ANSWER_FILE: a reply and the number of its request."""
+
+    asked: int
+    report: StallReport
+
+
+def request_reply(directory: Path) -> int:
+    """Request a reply from the supervisor. Return the number of the request."""
+    fd = open_file(directory / ASKED_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        now = time.time_ns()  # the kernel's own times are some ms apart, so two requests could have the same time
+        os.utime(fd, ns=(now, now))
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+
+
+def last_request_number(directory: Path) -> int:
+    """Return the number of the last request; 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return os.lstat(directory / ASKED_FILE).st_mtime_ns
+    return 0
+
+
+def request_and_wait(directory: Path) -> StallReport | None:
+    """Request a reply from the supervisor. Return it; None if it does not come. Raises OSError if that fails."""
+    with contextlib.suppress(FileNotFoundError):
+        (directory / ANSWER_FILE).unlink()  # after the clock was set back, an old reply could pass for a new one
+    number = request_reply(directory)
+    deadline = time.monotonic() + WAIT_S
+    while (reply := read_reply(directory, number)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return reply
+
+
+def write_reply(directory: Path, number: int, reply: StallReport) -> None:
+    """Write the reply to a request in one step."""
+    with contextlib.suppress(OSError):
+        write_atomically(directory / ANSWER_FILE, json.dumps(to_json(_Reply(number, reply))))
+
+
+def read_reply(directory: Path, number: int) -> StallReport | None:
+    """Return the reply to a request; None while there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        reply = from_json(_Reply, load_json(read_file(directory / ANSWER_FILE, _MAX_BYTES)))
+        if reply.asked >= number:
+            return reply.report
+    return None

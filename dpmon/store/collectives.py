@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.record_types import Collective, Operation, Sampled
 from dpmon.record.schema import SECOND
-from dpmon.store.rollups import BEFORE_S
 from dpmon.store.table import CHANGING, NUMBERED, SUM, StoreTable
+from dpmon.store.time_buckets import BEFORE_S
 
 if TYPE_CHECKING:
+    from dpmon.store.history_writer import WriteBatch
     from dpmon.store.store_queries import Store
-    from dpmon.store.write_batch import WriteBatch
 
 _OWN = "definition > 0 AND phase = 0 AND step > 0"
 """The SQL condition for collectives that the script itself launched in a step, outside the phases."""
@@ -37,7 +37,7 @@ CREATE INDEX IF NOT EXISTS own ON collectives (start_ns) WHERE {_OWN};
 """
 SUMS_SCHEMA = """
 CREATE TABLE IF NOT EXISTS collective_sums (
-    start_s    INTEGER NOT NULL,  -- the second in which they began, or BEFORE_S (dpmon.store.rollups)
+    start_s    INTEGER NOT NULL,  -- the second in which they began, or BEFORE_S (dpmon.store.time_buckets)
     process    INTEGER NOT NULL,
     definition INTEGER NOT NULL,  -- 0: samples
     count      INTEGER NOT NULL,

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from dpmon.record.schema import SECOND
 from dpmon.store.events import HOST, first_sample_ns
-from dpmon.store.rollups import BEFORE_S, roll_up
 from dpmon.store.table import CHANGING, FLOAT_SUM, MAX, SUM, StoreTable
-from dpmon.store.time_buckets import END_S, read_origin_s
+from dpmon.store.time_buckets import BEFORE_S, END_S, read_origin_s, roll_up
 
 if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection
+    from dpmon.store.history_writer import WriteBatch
     from dpmon.store.store_queries import Store
-    from dpmon.store.write_batch import WriteBatch
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS device_rollups (
-    start_s INTEGER NOT NULL,  -- of the minute, or BEFORE_S (dpmon.store.rollups)
+    start_s INTEGER NOT NULL,  -- of the minute, or BEFORE_S (dpmon.store.time_buckets)
     device  INTEGER NOT NULL,  -- index; -1: the host
     name    TEXT NOT NULL,     -- of the value in the samples
     count INTEGER NOT NULL, total REAL NOT NULL, high REAL NOT NULL,

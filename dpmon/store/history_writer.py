@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
+from dpmon.record.schema import SECOND
 from dpmon.run.safe_files import check_database
 from dpmon.store import sync_passes
 from dpmon.store.activity_times import add_times
@@ -30,16 +32,17 @@ from dpmon.store.database import (
 from dpmon.store.device_rollups import prune_device_rollups
 from dpmon.store.events import LASTING, prune_lasting_events
 from dpmon.store.gaps import prune_gaps, shorten_gaps
-from dpmon.store.loops import LOOPS, prune_loops
+from dpmon.store.loops import LOOPS, LoaderLoop, prune_loops
 from dpmon.store.loss_table import LOSSES, LossThinning
 from dpmon.store.node_table import NODE_DEVICES
-from dpmon.store.rollups import roll_up
-from dpmon.store.shapes import SHAPES
-from dpmon.store.sync_passes import join_sync_steps
-from dpmon.store.tally_keys import KeyNumbers
-from dpmon.store.tally_tables import add_steps
-from dpmon.store.time_buckets import SLACK_S, WIDTHS, merge_buckets, prune_buckets
-from dpmon.store.write_batch import WriteBatch
+from dpmon.store.shapes import SHAPES, CallShape
+from dpmon.store.steps import STEPS, StepRow
+from dpmon.store.sync_passes import SyncStep, join_sync_steps
+from dpmon.store.table import RowT, StoreTable
+from dpmon.store.tally_keys import KeyNumbers, TallyKey
+from dpmon.store.tally_tables import SecondOfSteps, add_steps
+from dpmon.store.time_accounting import ActivityInterval
+from dpmon.store.time_buckets import SLACK_S, WIDTHS, merge_buckets, prune_buckets, roll_up
 
 LIMIT_BYTES = 256 << 20
 _ERRORS = (HistoryError, OSError, *DAMAGE)
@@ -60,6 +63,66 @@ DELETE FROM tallies WHERE NOT EXISTS (
     SELECT 1 FROM series WHERE (width, start_s, key) = (tallies.width, tallies.start_s, tallies.key))
 """
 _DEVICE_OWNER = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"
+
+
+@dataclass
+class WriteBatch:
+    """What one transaction adds to a history: rows, and the steps and times for its tallies."""
+
+    origin_s: int = 0
+    """The second of the run's start (dpmon.store.time_buckets)."""
+    rows: dict[StoreTable[Any], list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """By table."""
+    steps_by_tally: dict[tuple[int, TallyKey], SecondOfSteps] = field(
+        default_factory=lambda: defaultdict(SecondOfSteps)
+    )
+    """By second and key of the tally: the steps that ended in that second."""
+    activity_ns: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
+    """Time (ns) by second, process, mode and activity. Negative values are subtracted."""
+    loops: dict[tuple[int, int], LoaderLoop] = field(default_factory=dict)
+    """New and changed loader loops, by process and number."""
+    late_input_waits: list[tuple[int, int, int]] = field(default_factory=list)
+    """Late input waits, which shorten recorded gaps, as (process, start, end)."""
+    sync_steps: list[SyncStep] = field(default_factory=list)
+    """Steps that wait for the steps of other ranks."""
+    shapes: Counter[CallShape] = field(default_factory=Counter)
+    """Calls by shape."""
+
+    @property
+    def row_count(self) -> int:
+        """The number of rows."""
+        return sum(map(len, self.rows.values()))
+
+    def second_of(self, time_ns: int) -> int:
+        """Return the second of the time buckets for a time (ns since the run's start)."""
+        return time_ns // SECOND + self.origin_s
+
+    def add(self, table: StoreTable[RowT], row: RowT) -> None:
+        """Add a row."""
+        self.rows[table].append(row)
+
+    def add_step(self, key: TallyKey, row: StepRow, series: Iterable[tuple[str, int]]) -> None:
+        """Add a step, also to its tally. `series`: values of further series."""
+        self.add(STEPS, row)
+        second_of_steps = self.steps_by_tally[self.second_of(row.end_ns), key]
+        second_of_steps.rows.append(row)
+        second_of_steps.series += series
+
+    def add_activity_time(self, process: int, intervals: Iterable[ActivityInterval]) -> None:
+        """Add the time of a process's activities."""
+        sums = self.activity_ns
+        for interval in intervals:
+            activity, mode, start_ns, end_ns, sign = interval
+            if sign < 0 and activity == "between":
+                self.late_input_waits.append((process, start_ns, end_ns))
+            second = start_ns // SECOND
+            if end_ns <= (second + 1) * SECOND:  # the usual case
+                key = second + self.origin_s, process, mode, activity
+                sums[key] = sums.get(key, 0) + sign * (end_ns - start_ns)
+                continue
+            for second, ns in interval.split_by_second():
+                key = second + self.origin_s, process, mode, activity
+                sums[key] = sums.get(key, 0) + ns
 
 
 class HistoryWriter:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dpmon.record.safe_json import ns_member
 from dpmon.record.schema import step_kind
 from dpmon.store.events import EVENTS, LASTING
+from dpmon.store.history_writer import WriteBatch
 from dpmon.store.rings import read_rings
 from dpmon.store.steps import read_last_step
 from dpmon.store.sync_passes import RankGroups
 from dpmon.store.time_accounting import TimeAccount
-from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection

@@ -20,14 +20,13 @@ from dpmon.run.run_directory import RunInfo, ring_paths
 from dpmon.span_ring import RingError
 from dpmon.store.database import DAMAGE
 from dpmon.store.events import last_sample_ns, read_events
-from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
+from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter, WriteBatch
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.records import newest_record_ns
 from dpmon.store.ring_intake import RingIntake
 from dpmon.store.rings import RINGS, RingRow, read_rings
 from dpmon.store.span_source import SpanSource
 from dpmon.store.store_queries import Store
-from dpmon.store.write_batch import WriteBatch
 
 COMMIT_S = 0.5
 """Time between two commits while records arrive. Each commit packs the tallies of its second again."""

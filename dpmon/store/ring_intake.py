@@ -30,6 +30,7 @@ from dpmon.store.definition_table import DEFINITIONS, DefinitionRow
 from dpmon.store.device_rollups import add_sample
 from dpmon.store.events import EVENTS, EventRow, event_to_json
 from dpmon.store.gaps import GAP_NS, GAPS
+from dpmon.store.history_writer import WriteBatch
 from dpmon.store.loader_loops import LoaderLoopTracker
 from dpmon.store.loops import read_loops
 from dpmon.store.loss_table import LOSSES
@@ -40,7 +41,6 @@ from dpmon.store.steps import MEASURED, STEPS, StepRow, encode_calls, encode_dev
 from dpmon.store.sync_passes import sync_device_ns
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.tally_tables import replica_series, stage_series
-from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection

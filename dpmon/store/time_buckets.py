@@ -39,6 +39,12 @@ _SIZE_DIVISORS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
 """The rows of a width may take the size limit divided by this number. Buckets of a day are never deleted."""
 _ROW_BYTES = 40
 """Approximate size of a row without its sketch."""
+BEFORE_S = -1
+"""`start_s` of the rows that cover all time before the other rows."""
+_SUMS_DIVISOR = 3
+"""A table of sums may take the size limit divided by this number."""
+_SUM_BYTES = 180
+"""Approximate size of a row of such a table."""
 _BUCKET = "start_s / :width * :width"
 _SET_MADE = "INSERT INTO widths VALUES (?, ?, 0) ON CONFLICT DO UPDATE SET made_s = excluded.made_s"
 _SET_DELETED = (
@@ -101,6 +107,18 @@ def prune_buckets(db: sqlite3.Connection, limit_bytes: int) -> None:
         for table in ("tallies", "series", "times"):
             db.execute(f"DELETE FROM {table} WHERE width = ? AND start_s < ?", (width, before_s))
         note_deleted(db, width, before_s)
+
+
+def roll_up(db: sqlite3.Connection, table: StoreTable[Any], limit_bytes: int, latest_s: int = END_S) -> None:
+    """If a table of sums is too large, merge its oldest eighth into one row per key, at most up to `latest_s`."""
+    query = f"SELECT count(*), min(start_s), max(start_s) FROM {table.name} WHERE start_s > ?"
+    count, first_s, last_s = db.execute(query, (BEFORE_S,)).fetchone()
+    if count * _SUM_BYTES <= limit_bytes / _SUMS_DIVISOR:
+        return
+    end_s = min(first_s + max((last_s - first_s) // 8, 1), latest_s)
+    oldest = f"FROM {table.name} WHERE start_s > {BEFORE_S} AND start_s < ?"
+    db.execute(table.merge_sql(oldest, start_s=str(BEFORE_S)), (end_s,))
+    db.execute(f"DELETE {oldest}", (end_s,))
 
 
 # ------------------------------------------------------------------------------------------------ reading

@@ -29,8 +29,7 @@ from dpmon.stalls.stall_detection import (
     find_stall,
     sentence,
 )
-from dpmon.stalls.stall_report import StallReport, build_report
-from dpmon.stalls.why_reply import STANDING_FILE, last_request_number, write_reply
+from dpmon.stalls.stall_report import STANDING_FILE, StallReport, build_report, last_request_number, write_reply
 
 CHECK_INTERVAL_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND

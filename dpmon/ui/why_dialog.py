@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dpmon.stalls.run_state import format_state
-from dpmon.stalls.stall_report import StallReport
-from dpmon.stalls.why_reply import request_and_wait
+from dpmon.stalls.stall_report import StallReport, request_and_wait
 from dpmon.stalls.why_text import format_report
 from dpmon.text.cells import truncate, wrap_text
 from dpmon.text.formatting import format_elapsed

@@ -39,13 +39,12 @@ from dpmon.record.record_types import CallRow, Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.run_directory import RunInfo, write_info  # noqa: E402
-from dpmon.store.history_writer import HistoryWriter  # noqa: E402
+from dpmon.store.history_writer import HistoryWriter, WriteBatch  # noqa: E402
 from dpmon.store.ring_drain import RingDrain  # noqa: E402
 from dpmon.store.store_opening import open_store  # noqa: E402
 from dpmon.store.tally_keys import TallyKey  # noqa: E402
 from dpmon.store.tally_tables import SecondOfSteps  # noqa: E402
 from dpmon.store.time_accounting import ActivityInterval  # noqa: E402
-from dpmon.store.write_batch import WriteBatch  # noqa: E402
 from dpmon.supervise.start_supervisor import COLLECTION_THRESHOLD  # noqa: E402
 from support.history_builders import StepFacts, quantities  # noqa: E402
 from support.record_builders import TRAINING_FLAGS, call_row, consecutive_spans, step_row  # noqa: E402

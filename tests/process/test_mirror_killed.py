@@ -18,8 +18,7 @@ from dpmon.run.lifecycle import has_live_supervisor, run_state
 from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.stalls.stall_report import StallReport
-from dpmon.stalls.why_reply import request_and_wait
+from dpmon.stalls.stall_report import StallReport, request_and_wait
 from dpmon.store.node_table import read_node_rows
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store

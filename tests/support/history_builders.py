@@ -38,7 +38,7 @@ from dpmon.store.activity_times import read_times
 from dpmon.store.database import HISTORY_FILE, HistoryConnection
 from dpmon.store.events import read_events
 from dpmon.store.gaps import read_gaps
-from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
+from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter, WriteBatch
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.quantile_sketch import pack_values
 from dpmon.store.ring_drain import COMMIT_S, RingDrain
@@ -52,7 +52,6 @@ from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
-from dpmon.store.write_batch import WriteBatch
 from support.record_builders import SECOND, step_row
 
 SUPERVISOR = -1

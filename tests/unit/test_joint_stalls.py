@@ -16,8 +16,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity
-from dpmon.stalls.stall_report import build_report
-from dpmon.stalls.why_reply import STANDING_FILE
+from dpmon.stalls.stall_report import STANDING_FILE, build_report
 from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch

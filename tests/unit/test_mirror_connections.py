@@ -23,8 +23,7 @@ from dpmon.run.lifecycle import outcome_word
 from dpmon.run.mirror_state import MirrorState, NodeReplies
 from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.stalls.stall_detection import NodeActivities, RankActivity
-from dpmon.stalls.stall_report import RankReport, StallReport
-from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, read_reply, request_reply
+from dpmon.stalls.stall_report import ANSWER_FILE, ASKED_FILE, RankReport, StallReport, read_reply, request_reply
 from dpmon.stalls.why_text import format_report
 from dpmon.store.store_opening import open_store
 from support.history_builders import ORIGIN_S

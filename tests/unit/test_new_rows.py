@@ -9,8 +9,8 @@ import pytest
 from dpmon.export import incremental_rows
 from dpmon.export.incremental_rows import MAX_BUCKETS, IncrementalRows
 from dpmon.record.schema import SECOND, TRAINING
-from dpmon.store.rollups import BEFORE_S
 from dpmon.store.tally_keys import read_keys
+from dpmon.store.time_buckets import BEFORE_S
 from support.history_builders import ORIGIN_S, Recording
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import Training, device_event

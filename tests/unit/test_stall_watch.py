@@ -19,8 +19,7 @@ from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.stalls.rank_inspector import Counters, RankInspector, newest_process_per_rank
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import RankActivity
-from dpmon.stalls.stall_report import StallReport
-from dpmon.stalls.why_reply import read_reply, request_reply
+from dpmon.stalls.stall_report import StallReport, read_reply, request_reply
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 

@@ -12,12 +12,12 @@ from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import CallRow, Event, Step
 from dpmon.record.schema import EVALUATION, EXCLUDED, MIXED_MODES, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
 from dpmon.store.gaps import GAPS
+from dpmon.store.history_writer import WriteBatch
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, SHAPES, RingIntake
 from dpmon.store.rings import RingRow
 from dpmon.store.steps import STEPS
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES
-from dpmon.store.write_batch import WriteBatch
 from support.record_builders import TRAINING_FLAGS, call_row, calls_alone, flags_of, step_row
 
 MS = 1_000_000

@@ -15,13 +15,12 @@ import pytest
 
 from dpmon.record.schema import PHASES, QUANTITIES, TRAINING, WARM_UP, step_kind
 from dpmon.store.database import HISTORY_FILE
-from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.history_writer import HistoryWriter, WriteBatch
 from dpmon.store.step_stats import StatsWindow, compute_rate
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
 from dpmon.store.time_buckets import WIDTHS
-from dpmon.store.write_batch import WriteBatch
 from support.history_builders import StoredStep, open_history, open_unlimited_store, random_steps
 from support.record_builders import SECOND
 

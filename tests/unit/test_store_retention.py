@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from dpmon.store.database import HISTORY_FILE
-from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.history_writer import HistoryWriter, WriteBatch
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.time_accounting import ActivityInterval
 from dpmon.store.time_buckets import WIDTHS, note_deleted
-from dpmon.store.write_batch import WriteBatch
 from support.history_builders import open_history, random_quantities
 from support.record_builders import SECOND
 

@@ -13,12 +13,11 @@ import pytest
 
 from dpmon.errors import HistoryError
 from dpmon.store.database import HISTORY_FILE
-from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.history_writer import HistoryWriter, WriteBatch
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
 from dpmon.store.time_buckets import WIDTHS
-from dpmon.store.write_batch import WriteBatch
 from support.history_builders import StoredStep, expected_tallies, random_steps
 from support.record_builders import SECOND
 

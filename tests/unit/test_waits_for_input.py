@@ -17,8 +17,7 @@ from dpmon.record.record_types import Event
 from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
 from dpmon.store.events import EVENTS, EventRow
-from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.write_batch import WriteBatch
+from dpmon.store.history_writer import HistoryWriter, WriteBatch
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.time_axis import TimeAxis, build_chart_columns
 from support.format_readers import report_json_of

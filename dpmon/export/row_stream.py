@@ -96,7 +96,7 @@ class _RowStream:
     def header_line(self) -> str:
         """Return the first line, which describes the run."""
         run_info = self._reader.info
-        fields = "host", "script", "command", "cwd"
+        fields = "script", "command", "cwd"
         header = {"run": run_info.id, "version": dpmon.__version__, "origin_s": run_info.origin_s}
         return MARK + json.dumps(header | {name: getattr(run_info, name) for name in fields})
 
@@ -201,25 +201,21 @@ class _RowStream:
 
     def handle_request(self, request: Mapping[str, Any]) -> None:
         """Handle a request, on a thread if it may take long."""
-        request_kind, request_id, reader = request.get("ask"), request.get("id"), self._reader
-
-        def run_on_thread(work: Callable[[], Mapping[str, Any]]) -> None:
-            threading.Thread(target=lambda: self._run_and_reply(request_id, work), daemon=True).start()
-
-        if request_kind == "time":
-            self._run_and_reply(request_id, lambda: {"now_ns": self.now_ns()})
-        elif request_kind == "mode":
-            self._run_and_reply(request_id, lambda: {"count": reader.request_mode(str(request.get("mode")))})
-        elif request_kind == "pause":
-            self._run_and_reply(request_id, lambda: {"count": reader.request_pause(request.get("paused") is True)})
-        elif request_kind == "sample":
-            self._run_and_reply(request_id, lambda: {"count": reader.request_sample()})
-        elif request_kind == "records":
+        kind, request_id, reader = str(request.get("ask")), request.get("id"), self._reader
+        work: dict[str, Callable[[], Mapping[str, Any]]] = {
+            "time": lambda: {"now_ns": self.now_ns()},
+            "mode": lambda: {"count": reader.request_mode(str(request.get("mode")))},
+            "pause": lambda: {"count": reader.request_pause(request.get("paused") is True)},
+            "sample": lambda: {"count": reader.request_sample()},
+            "stop": self._stop,
+            "why": lambda: {"why": to_json(request_and_wait(self._directory))},
+        }
+        if kind == "records":
             self._rows.whole = [int(process) for process in request["processes"]]
-        elif request_kind == "stop":
-            run_on_thread(self._stop)
-        elif request_kind == "why":
-            run_on_thread(lambda: {"why": to_json(request_and_wait(self._directory))})
+        elif kind in ("stop", "why"):
+            threading.Thread(target=self._run_and_reply, args=(request_id, work[kind]), daemon=True).start()
+        elif kind in work:
+            self._run_and_reply(request_id, work[kind])
 
     def _stop(self) -> Mapping[str, Any]:
         """Stop the run. Return the reply: empty, or with an error."""

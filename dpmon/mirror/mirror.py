@@ -231,9 +231,7 @@ class Mirror(StallRecorder):
         peer.receiver, peer.clock_replies = ChunkReceiver(self.info.origin_s), 0
         peer.last_received_id = node.received
         self._drop_unwritten(peer)  # the node sends them again
-        host, run, version, script, cwd = (
-            _text(header, key) or "" for key in ("host", "run", "version", "script", "cwd")
-        )
+        run, version, script, cwd = (_text(header, key) or "" for key in ("run", "version", "script", "cwd"))
         if peer.is_run_unknown and not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
         origin_s = int_member(header, "origin_s")
@@ -243,8 +241,7 @@ class Mirror(StallRecorder):
             reason = f"its dpmon is of another version ({version}; here {dpmon.__version__})"
             self._close_link(peer, reason, for_good=True)
             return
-        node.host, node.run, node.version, peer.is_run_unknown = host, run, version, False
-        node.origin_s = origin_s
+        node.run, node.origin_s, peer.is_run_unknown = run, origin_s, False
         words = header.get("command")
         if not self.info.command and isinstance(words, list):  # the first node describes the run
             command = tuple(sanitize_line(word, _MAX_TEXT_CHARS) for word in words[:100])

@@ -81,7 +81,6 @@ class MirrorHistory:
         rows = read_node_rows(self._history.connection)
         self.nodes = rows or [NodeRow(number, name) for number, name in enumerate(run_info.nodes)]
         """The nodes by number. After a change, `write` must be called soon."""
-        self._written: dict[int, tuple[Any, ...]] = {}
         self._waits = CrossNodeWaits(self._history.key_numbers)
         self._sync_steps: list[SyncStep] = []
         for ring in read_rings(self._history.connection).values():
@@ -121,7 +120,6 @@ class MirrorHistory:
             for node, values in earlier_nodes:
                 vars(node).update(values)
             self._history.next_id = next_id
-            self._written.clear()
             raise
 
     def _insert_all(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_MirrorEvent]) -> None:
@@ -139,9 +137,7 @@ class MirrorHistory:
             self._history.next_id += 1
         add_steps(self._db, {}, join_sync_steps(self._db, self._sync_steps, self._history.key_numbers))
         self._merge_buckets()
-        changed_nodes = [node for node in self.nodes if self._written.get(node.number) != NODES.to_values(node)]
-        NODES.insert(self._db, changed_nodes)
-        self._written |= {node.number: NODES.to_values(node) for node in changed_nodes}
+        NODES.insert(self._db, self.nodes)
 
     # ------------------------------------------------------------------------------------------ a chunk
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from dpmon.record.schema import SECOND
 from dpmon.record.typed_json import from_json
 from dpmon.run import proc
 from dpmon.run.mirror_state import REQUESTS_FILE
-from dpmon.run.safe_files import open_file
+from dpmon.run.safe_files import read_new_lines
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_report import StallReport, last_request_number, write_reply
 
@@ -61,7 +60,9 @@ class RequestRelay:
         self._processes_by_node: dict[int, list[int]] = {}
         """The subscribed processes by node, with their numbers on the node."""
         self._check_readers_at = 0.0
-        self._file_offset = max(_size(self._path) - _MAX_READ_BYTES, 0)
+        self._file_offset = 0
+        with contextlib.suppress(OSError):
+            self._file_offset = max(self._path.lstat().st_size - _MAX_READ_BYTES, 0)
         for request in self._read_new_requests():  # also requests to an earlier mirror process
             self._add_subscription(request)
 
@@ -167,23 +168,12 @@ class RequestRelay:
 
     def _read_new_requests(self) -> list[Mapping[str, Any]]:
         """Return the requests that were written since the last call."""
-        size = _size(self._path)
+        lines = read_new_lines(self._path, self._file_offset, _MAX_READ_BYTES)
+        self._file_offset += len(lines)
         requests: list[Mapping[str, Any]] = []
-        if size <= self._file_offset:
-            return requests
-        with contextlib.suppress(OSError), open(open_file(self._path), "rb") as file:
-            file.seek(self._file_offset)
-            data = file.read(_MAX_READ_BYTES)
-            self._file_offset += data.rfind(b"\n") + 1 or len(data)
-            for line in data.splitlines():
-                with contextlib.suppress(ValueError):
-                    request = load_json(line)
-                    if isinstance(request, dict) and type(request.get("id")) is int:
-                        requests.append(request)
+        for line in lines.splitlines():
+            with contextlib.suppress(ValueError):
+                request = load_json(line)
+                if isinstance(request, dict) and type(request.get("id")) is int:
+                    requests.append(request)
         return requests
-
-
-def _size(path: os.PathLike[str]) -> int:
-    with contextlib.suppress(OSError):
-        return os.lstat(path).st_size
-    return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.record.safe_json import load_json
-from dpmon.run.safe_files import open_file, read_file, read_tail
+from dpmon.run.safe_files import open_file, read_file, read_new_lines, read_tail
 from dpmon.sanitize import strip_control_chars
 
 _MAX_BYTES = 1 << 18
@@ -71,15 +71,9 @@ class NoteReader:
 
     def read_new(self) -> list[Note]:
         """Return the notes added since the last call."""
-        try:
-            with open(open_file(self._path), "rb") as file:
-                file.seek(self._offset)
-                data = file.read(_MAX_BYTES)
-        except OSError:
-            return []
-        complete_lines = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete_lines)
-        return parse_notes(complete_lines)
+        lines = read_new_lines(self._path, self._offset, _MAX_BYTES)
+        self._offset += len(lines)
+        return parse_notes(lines)
 
 
 class UncaughtException(NamedTuple):

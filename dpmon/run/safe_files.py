@@ -85,6 +85,20 @@ def read_tail(path: Path, limit: int) -> bytes:
         return file.read(limit)
 
 
+def read_new_lines(path: Path, offset: int, limit: int) -> bytes:
+    """Return the complete lines after `offset` in a regular file; nothing if it cannot be read.
+
+    Returns at most `limit` bytes; of a longer line, its beginning.
+    """
+    try:
+        with open(open_file(path), "rb") as file:
+            file.seek(offset)
+            data = file.read(limit)
+    except OSError:
+        return b""
+    return data if len(data) == limit and b"\n" not in data else data[: data.rfind(b"\n") + 1]
+
+
 def check_database(path: Path, *, written: bool = False) -> None:
     """Raise OSError unless the existing files of an SQLite database are regular files.
 

@@ -54,7 +54,7 @@ CREATE TABLE IF NOT EXISTS meta (
 ) WITHOUT ROWID;
 """
 SCHEMA = "".join([_META, time_buckets.SCHEMA, *(table.schema for table in TABLES)])
-_VERSION = 11
+_VERSION = 12
 """Raise it whenever a table or the meaning of a column changes."""
 SCHEMA_VERSION = 1000 * _VERSION + crc32(STEPS.column_list.encode()) % 1000
 """Another quantity or phase of steps makes another version by itself."""

@@ -15,9 +15,7 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (
     number         INTEGER PRIMARY KEY,
     name           TEXT NOT NULL,     -- how the user reaches it
-    host           TEXT,              -- the machine's own name; like run and version, NULL until it has answered
-    run            TEXT,              -- id of its run there
-    version        TEXT,              -- of dpmon there
+    run            TEXT,              -- id of its run there; NULL until it has answered
     state          TEXT NOT NULL,     -- one of NODE_STATES
     why            TEXT,              -- the reason for the state, a sentence
     since_ns       INTEGER NOT NULL,  -- start of the state
@@ -43,9 +41,7 @@ class NodeRow:
 
     number: int
     name: str
-    host: str | None = None
     run: str | None = None
-    version: str | None = None
     state: str = "connecting"
     why: str | None = None
     since_ns: int = 0

@@ -84,11 +84,6 @@ class Tally:
     stats: dict[str, SeriesStats] = field(default_factory=dict)
     """By series."""
 
-    @property
-    def columns(self) -> tuple[int | None, ...]:
-        """Its members in the order of the columns of the table `tallies`."""
-        return self.steps, self.calls, self.last_step, self.low_ns, self.high_ns, self.first_ns, self.last_ns
-
     def stat(self, series: str) -> SeriesStats:
         """The values of a series; empty if nothing was counted."""
         return self.stats.get(series) or SeriesStats()

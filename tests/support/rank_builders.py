@@ -322,7 +322,7 @@ class ManyNodes:
 
     def node(self, number: int, state: str, why: str | None = None, since_s: float = 0.0, **more: Any) -> None:
         """Set the state of a node."""
-        row = NodeRow(number, f"gpu-{number}", "host", "run", "1", state, why, int(since_s * SECOND), **more)
+        row = NodeRow(number, f"gpu-{number}", "run", state, why, int(since_s * SECOND), **more)
         if row.heard_ns is None and state in ("connected", "cut"):
             row.heard_ns = row.since_ns
         NODES.insert(self._db, [row])

@@ -1,6 +1,6 @@
 """The progress of a process's training: its epoch, batch n of N, and the time left in the epoch.
 
-An epoch is a loop over a DataLoader with training steps (dpmon.store.loader_loops). The number of epochs to come is
+An epoch is a loop over a DataLoader with training steps (dpmon.store.loops). The number of epochs to come is
 unknown.
 """
 
@@ -15,8 +15,7 @@ from dpmon.model.slow_steps import overlap_ns
 from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND, TRAINING
 from dpmon.store.events import read_events
-from dpmon.store.loader_loops import estimate_epoch_time_left
-from dpmon.store.loops import LoaderLoop, find_epoch, read_epochs
+from dpmon.store.loops import LoaderLoop, estimate_epoch_time_left, find_epoch, read_epochs
 from dpmon.store.steps import read_loop_steps
 from dpmon.text.formatting import format_count, format_minutes
 
@@ -39,7 +38,7 @@ class Epoch(NamedTuple):
     """A loop over a loader with training steps; ns since the run's start."""
 
     epoch: int
-    """Its number, from 1 (dpmon.store.loader_loops)."""
+    """Its number, from 1 (dpmon.store.loops)."""
     begin_ns: int
     end_ns: int
     """End of its last batch so far."""
@@ -66,7 +65,7 @@ class Progress:
     batches: int | None = None
     """Number of batches of the loader."""
     left_ns: float | None = None
-    """Time left in this epoch at `at_ns` (dpmon.store.loader_loops.estimate_epoch_time_left)."""
+    """Time left in this epoch at `at_ns` (dpmon.store.loops.estimate_epoch_time_left)."""
     error_ns: float | None = None
     """Uncertainty of the time left: one standard deviation."""
     at_ns: int = 0

@@ -109,7 +109,9 @@ def _stage_json(stage: Stage, call: Call) -> dict[str, object]:
 def _step_json(step: Step) -> dict[str, object]:
     counts = {quantity: step.quantity(quantity.name) for quantity in QUANTITIES}
     absent = {
-        quantity.name: quantity.absent for quantity, count in counts.items() if count is None and not quantity.optional
+        quantity.name: quantity.absent
+        for quantity, count in counts.items()
+        if count is None and not quantity.absent_is_zero
     }
     members: dict[str, object] = {
         "kind": "step",
@@ -120,9 +122,9 @@ def _step_json(step: Step) -> dict[str, object]:
         "mode": step.mode or None,
         "start_s": step.start_ns / 1e9,
         "wall_ms": _ms(step.wall_ns),
-        **{quantity.name: count for quantity, count in counts.items() if not quantity.optional},
+        **{quantity.name: count for quantity, count in counts.items() if not quantity.absent_is_zero},
         "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
-        **{quantity.name: count for quantity, count in counts.items() if quantity.optional and count is not None},
+        **{quantity.name: count for quantity, count in counts.items() if quantity.absent_is_zero and count is not None},
     }
     if (device_times := step.device_ms) is not None:
         members["device_ms"] = {name: device_times[name] for name in STEP_PHASES if name in device_times}

@@ -71,7 +71,7 @@ _CALL_TIMES = tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in 
 _HOST_TIMES = tuple(f"{name}_ms" for name in STEP_PHASES)
 _DEVICE_TIMES = tuple(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES)
 _QUANTITIES = [
-    FieldSpec("integer", field.unit, field.name, field.meaning + f"; missing if {field.absent}" * field.optional)
+    FieldSpec("integer", field.unit, field.name, field.meaning + f"; missing if {field.absent}" * field.absent_is_zero)
     for field in QUANTITIES
 ]
 _PROCESS = _integer("process", "the training process, from 0")

@@ -61,10 +61,8 @@ class Quantity:
     """Its name as a Prometheus counter."""
     absent: str
     """Why a step may lack it."""
-    optional: bool = False
-    """Whether a record omits it if it is absent."""
     absent_is_zero: bool = False
-    """Whether a step without it has zero of it; otherwise, the quantity is unknown there."""
+    """Whether a step without it has zero of it, and its record omits it; otherwise, it is unknown there."""
     label: str = ""
     """Its name next to its numbers, if `name` does not read well there."""
     listed_elsewhere: bool = False
@@ -146,7 +144,6 @@ QUANTITIES = (
         meaning="optimizer updates: the steps of the optimizer that stepped most often",
         metric="updates_total",
         absent="no optimizer stepped",
-        optional=True,
         absent_is_zero=True,
         listed_elsewhere=True,
     ),
@@ -156,7 +153,6 @@ QUANTITIES = (
         meaning="bytes copied to GPUs",
         metric="copied_bytes_total",
         absent="nothing was copied",
-        optional=True,
         absent_is_zero=True,
         label="copied to GPUs",
     ),
@@ -166,7 +162,6 @@ QUANTITIES = (
         meaning="backward passes in which the ranks averaged their gradients",
         metric="synced_passes_total",
         absent="no backward pass averaged gradients",
-        optional=True,
         absent_is_zero=True,
         label="backward passes that synced gradients",
     ),
@@ -176,7 +171,6 @@ QUANTITIES = (
         meaning="backward passes of DistributedDataParallel that averaged nothing (no_sync)",
         metric="unsynced_passes_total",
         absent="every backward pass averaged gradients",
-        optional=True,
         absent_is_zero=True,
         label="backward passes under no_sync",
     ),

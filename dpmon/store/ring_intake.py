@@ -31,8 +31,7 @@ from dpmon.store.device_rollups import add_sample
 from dpmon.store.events import EVENTS, EventRow, event_to_json
 from dpmon.store.gaps import GAP_NS, GAPS
 from dpmon.store.history_writer import WriteBatch
-from dpmon.store.loader_loops import LoaderLoopTracker
-from dpmon.store.loops import read_loops
+from dpmon.store.loops import LoaderLoopTracker, read_loops
 from dpmon.store.loss_table import LOSSES
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.rings import RingRow

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import (
@@ -38,8 +37,7 @@ from dpmon.run.run_registry import short_name
 from dpmon.sanitize import strip_control_chars
 from dpmon.stalls.run_state import ENDED, StateInputs, decide_state
 from dpmon.store.events import count_events, read_events, read_job
-from dpmon.store.loader_loops import estimate_epoch_time_left
-from dpmon.store.loops import read_epochs
+from dpmon.store.loops import estimate_epoch_time_left, read_epochs
 from dpmon.store.loss_table import read_loss_sites, read_newest_losses
 from dpmon.store.node_table import read_node_rows
 from dpmon.store.quantile_sketch import count_between
@@ -78,15 +76,6 @@ def metrics_path(target: str, run_info: RunInfo) -> Path:
 
 
 _Labels = Mapping[str, str]
-
-
-class _ModeTally(NamedTuple):
-    """The steps of one process in one mode, and their labels."""
-
-    labels: _Labels
-    process: int
-    mode: str
-    tally: Tally
 
 
 class MetricsText:
@@ -278,7 +267,8 @@ class PrometheusFile:
 
     def _add_steps(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add durations, phases, ranks' communication and quantities of the steps, including evaluations."""
-        for labels, _, _, tally in self._tallies_by_mode(window):
+        for process, mode, tally in self._tallies_by_mode(window):
+            labels = {**self._process_labels(process), "mode": mode or "unknown"}
             steps = tally.stat(STEP)
             help_text = "Time of a step; the bounds of the buckets are at most 0.4% off."
             metrics.add_histogram("step_duration_seconds", help_text, labels, steps.counts, steps.total)
@@ -295,8 +285,8 @@ class PrometheusFile:
 
     def _add_times(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add each process's time by activity, its steps and samples."""
-        by_mode = self._tallies_by_mode(window, only_training=True)
-        for labels, process, mode, tally in by_mode:
+        for process, mode, tally in self._tallies_by_mode(window, only_training=True):
+            labels = {**self._process_labels(process), "mode": mode or "unknown"}
             help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
             elapsed_ns, _ = window.elapsed(mode, TRAINING).get(process, (0, 0))
             metrics.add_counter("training_seconds_total", help_text, labels, elapsed_ns / 1e9)
@@ -329,17 +319,13 @@ class PrometheusFile:
             if not isinstance(estimate, str):
                 metrics.add_gauge("epoch_left_seconds", "Time left in this epoch.", labels, estimate.left_ns / 1e9)
 
-    def _tallies_by_mode(self, window: StatsWindow, *, only_training: bool = False) -> list[_ModeTally]:
+    def _tallies_by_mode(self, window: StatsWindow, *, only_training: bool = False) -> list[tuple[int, str, Tally]]:
         """Return the steps of each process and mode, of all kinds or only training, at most 2 * MAX_PROCESSES."""
         tallies: dict[tuple[int, str], Tally] = {}
         for key, tally in window.tallies.items():
             if not only_training or step_kind(key.kind) == TRAINING:
                 tallies.setdefault((key.process, key.mode), Tally()).merge(tally)
-        rows = []
-        for process, mode in sorted(tallies)[: 2 * MAX_PROCESSES]:
-            labels = {**self._process_labels(process), "mode": mode or "unknown"}
-            rows.append(_ModeTally(labels, process, mode, tallies[process, mode]))
-        return rows
+        return [(process, mode, tallies[process, mode]) for process, mode in sorted(tallies)[: 2 * MAX_PROCESSES]]
 
 
 def _add_phase(metrics: MetricsText, phase: Phase, labels: _Labels, tally: Tally) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dpmon.record.schema import TRAINING
-from dpmon.store.loader_loops import LoaderLoopTracker
-from dpmon.store.loops import LoaderLoop
+from dpmon.store.loops import LoaderLoop, LoaderLoopTracker
 from support.tracer_harness import TRACED_SCRIPTS_PATH, TracedRun, run_traced, traced_script_text
 
 NAMES = re.findall(r"^@loop\ndef (\w+)", traced_script_text("epochs"), re.M)

@@ -16,8 +16,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.run.run_reader import RunReader
 from dpmon.store.history_writer import HistoryWriter, WriteBatch
-from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoopTracker, estimate_time_left
-from dpmon.store.loops import LoaderLoop, read_loops
+from dpmon.store.loops import MAX_DATASETS, LoaderLoop, LoaderLoopTracker, estimate_time_left, read_loops
 from dpmon.store.steps import StepRow
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.history_builders import Recording, snapshot_of_rows, write_run_directory

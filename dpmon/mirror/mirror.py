@@ -132,7 +132,6 @@ class Mirror(StallRecorder):
         self._chunks: list[tuple[NodeConnection, Chunk]] = []
         """Chunks that are not written yet."""
         self._events: list[tuple[str, Mapping[str, Any]]] = []
-        self._last_stall: Mapping[str, Any] | None = None
         self._metrics_file = metrics_file
         self._metrics: PrometheusFile | None = None
         """The metrics file; None until a node has described the run."""
@@ -154,14 +153,11 @@ class Mirror(StallRecorder):
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event of the mirror, from any thread."""
-        data = {"t_s": self.now_ns() / 1e9, **data}
-        self._events.append((kind, data))
-        if kind == "stall":
-            self._last_stall = data
+        self._events.append((kind, {"t_s": self.now_ns() / 1e9, **data}))
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last record of a stall of ranks on several nodes; None if there is none."""
-        return self._last_stall or self.history.last_stall()
+        return self.history.last_stall()
 
     # ------------------------------------------------------------------------------------------ the loop
 

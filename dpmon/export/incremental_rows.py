@@ -165,7 +165,9 @@ class IncrementalRows:
             lines += changed_lines
             has_more = has_more or is_cut
         lines += self._new_id_lines(store, end_id, is_last=is_last and end_id == newest_id)
-        narrow_end_s = self._narrow_end_s(store, end_s)
+        narrow_end_s, width = end_s, self._narrowest  # the end of its newest complete bucket
+        if width > 1:
+            narrow_end_s = min(-(-end_s // width) * width, store.buckets.made_until[width])
         lines += self._bucket_lines(store, narrow_end_s)
         self._chunks += 1
         self.offset = max(end_id, self.offset)
@@ -284,7 +286,9 @@ class IncrementalRows:
         """Return steps as lines. `detailed_ids`: those that are sent with their calls and spans; None: all."""
         steps = map(STEPS.from_values, self._rows(store, "steps", condition, values))
         sent = [
-            _with_last_calls(step) if detailed_ids is None or step.id in detailed_ids else _without_details(step)
+            _with_last_calls(step)
+            if detailed_ids is None or step.id in detailed_ids
+            else step._replace(spans=None, called=None)
             for step in steps
         ]
         return list(encode_rows("steps", map(STEPS.to_values, sent)))
@@ -343,11 +347,6 @@ class IncrementalRows:
         if self._is_new:
             self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
 
-    def _narrow_end_s(self, store: Store, upto_s: int) -> int:
-        """Return the end of the newest complete bucket of the narrowest width."""
-        width = self._narrowest
-        return upto_s if width == 1 else min(-(-upto_s // width) * width, store.buckets.made_until[width])
-
     def _bucket_lines(self, store: Store, upto_s: int) -> list[str]:
         """Return the next buckets of the backlog; after that, the new buckets up to a second, and the changed ones."""
         ((key_count,),) = store.query("SELECT count(*) FROM keys")
@@ -388,8 +387,3 @@ def _with_last_calls(row: StepRow) -> StepRow:
     calls = json.loads(row.called)
     last_calls = calls[-max(len(calls) * MAX_CALLED_CHARS // len(row.called), 1) :]
     return row._replace(called=json.dumps(last_calls, separators=(",", ":")))
-
-
-def _without_details(step: StepRow) -> StepRow:
-    """Return a step without its spans and calls."""
-    return step._replace(spans=None, called=None)

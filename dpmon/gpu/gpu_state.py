@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from dpmon.gpu.device_record import NOT_QUERIED, MissingValue, RunContext, bare_uuid, build_device_record
-from dpmon.gpu.nvml import GPU_IS_LOST, Nvml, NvmlCallError, describe_error
+from dpmon.gpu.nvml import GPU_IS_LOST, Nvml, NvmlCallError
 from dpmon.gpu.nvml_queries import MAX_CALLS_PER_S, NEEDS_TWO_READINGS, QUERIES, NvmlQuery
 
 RETRY_S = 5.0
@@ -71,7 +71,9 @@ class GpuState:
         try:
             self._run_due_queries(start_s)
         except Exception as error:  # noqa: BLE001 - if the thread died, all later values would be missing
-            self._handle, self._lost_reason = None, describe_error(error)
+            self._handle, self._lost_reason = None, f"{type(error).__name__}: {error}"
+            if isinstance(error, NvmlCallError):
+                self._lost_reason = error.reason
             self._retry_at_s = self._clock() + RETRY_S
             return None if self._lost_reason == earlier_reason else f"GPU {self.index}: {self._lost_reason}"
         return None if earlier_reason in ("", NOT_QUERIED.reason) else f"GPU {self.index} is back"

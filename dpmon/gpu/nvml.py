@@ -56,11 +56,6 @@ def describe_return_code(code: int) -> str:
     return _MEANINGS.get(code, f"NVML error {code}")
 
 
-def describe_error(error: Exception) -> str:
-    """Return why polling a GPU failed."""
-    return error.reason if isinstance(error, NvmlCallError) else f"{type(error).__name__}: {error}"
-
-
 def call_nvml(read: Callable[[], Any]) -> Any:
     """Return the result of `read`. Raises NvmlCallError. NVML's errors are compared by number: they have no hash."""
     try:

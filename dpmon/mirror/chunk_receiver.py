@@ -112,8 +112,10 @@ class ChunkReceiver:
         self._bytes += max(len(text), _MIN_ROW_BYTES * len(rows))
         if len(rows) > MAX_ROWS or self._bytes > CHUNK_BYTES:
             raise ProtocolError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
-        has_long_number = _LONG_NUMBER in text.translate(_AS_ZERO)
-        if not self._are_valid(table, rows, now_ns) or (has_long_number and not _fit_in_columns(rows)):
+        is_valid = self._are_valid(table, rows, now_ns)
+        if is_valid and _LONG_NUMBER in text.translate(_AS_ZERO):
+            is_valid = all(abs(value) < _MAX_NUMBER for row in rows for value in row if isinstance(value, int))
+        if not is_valid:
             raise ProtocolError(f"it sent invalid rows of the table {table}")
         if "sketch" in columns:
             _decode_sketches(rows, columns.index("sketch"))
@@ -160,8 +162,3 @@ def _decode_sketches(rows: Sequence[list[Any]], index: int) -> None:
         row[index] = a2b_base64(row[index])
         if len(row[index]) % SKETCH_PAIR_BYTES:
             raise ProtocolError("it sent a sketch that ends in the middle")
-
-
-def _fit_in_columns(rows: Sequence[list[Any]]) -> bool:
-    """Return whether all integers are small enough for SQLite."""
-    return all(abs(value) < _MAX_NUMBER for row in rows for value in row if isinstance(value, int))

@@ -299,7 +299,7 @@ class Mirror(StallRecorder):
             "sparse": len(self.peers) > MAX_NODES_IN_FULL,
         }  # fmt: skip
         self.links.send(node.number, json.dumps(request))
-        self._requests.resend_subscription(node.number)
+        self._requests.send_subscription(node.number)
 
     def _handle_message(self, peer: NodeConnection, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):

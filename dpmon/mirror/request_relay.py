@@ -127,11 +127,6 @@ class RequestRelay:
                 request.failed[node] = "it was disconnected before it replied"
             request.awaited.discard(node)
 
-    def resend_subscription(self, node: int) -> None:
-        """Request the records that readers want from a node that has connected again."""
-        if node in self._processes_by_node:
-            self._send_subscription(node)
-
     def _send_to_all(self, request: Mapping[str, Any]) -> _RelayedRequest:
         """Send a request to all connected nodes."""
         text = json.dumps(request)
@@ -160,9 +155,10 @@ class RequestRelay:
             self._processes_by_node[node].append(remote_number)
         for node in earlier.keys() | self._processes_by_node.keys():
             if earlier.get(node) != self._processes_by_node.get(node):
-                self._send_subscription(node)
+                self.send_subscription(node)
 
-    def _send_subscription(self, node: int) -> None:
+    def send_subscription(self, node: int) -> None:
+        """Ask a node for all records of the processes that readers want."""
         request = {"ask": "records", "processes": self._processes_by_node.get(node, [])}
         self._mirror.links.send(node, json.dumps(request))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from dpmon.record.record_types import MAX_SPANS
@@ -33,11 +34,6 @@ class FieldSpec(NamedTuple):
     def scale(self) -> float:
         """Factor from its unit to the metric's unit."""
         return _SCALES.get(self.unit, 1)
-
-    @property
-    def csv_columns(self) -> tuple[str, ...]:
-        """The names of its columns in CSV."""
-        return (self.name,) if self.columns is None else self.columns
 
     @property
     def help(self) -> str:
@@ -465,6 +461,9 @@ RECORDS: Mapping[str, RecordSpec] = {
 }
 """All kinds of records by name."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {
-    name: tuple(column for field in record.fields for column in field.csv_columns) for name, record in RECORDS.items()
+    name: tuple(
+        chain.from_iterable((field.name,) if field.columns is None else field.columns for field in record.fields)
+    )
+    for name, record in RECORDS.items()
 }
 """The columns of each kind in CSV; the column `more` follows them."""

@@ -134,8 +134,3 @@ class MirrorState:
             request_count,
             {sanitize_line(name, 40): sanitize_line(text, 300) for name, text in failures.items()},
         )
-
-    def ended_counts(self) -> tuple[int, int]:
-        """Return the number of nodes whose run has ended, and the number of nodes; (0, 0) if unknown."""
-        ended_count, node_count = self.state.get("ended") or (0, 0)
-        return ended_count, node_count

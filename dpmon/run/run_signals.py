@@ -197,7 +197,7 @@ def _stop_nodes(directory: Path, run_info: RunInfo) -> Iterator[str]:
     has_ended, ended, node_count = False, 0, len(run_info.nodes)
     while not has_ended and time.monotonic() < deadline_s:
         has_ended = load_exit(directory) is not None  # first: then the mirror has written its last counts
-        ended, node_count = mirror.ended_counts()
+        ended, node_count = mirror.state.get("ended") or (0, node_count)
         replies = mirror.replies()
         failures = {} if replies is None else replies.failures
         lines = [f"{ended} of {node_count} nodes have ended", *(f"{name}: {text}" for name, text in failures.items())]

@@ -227,10 +227,7 @@ class HistoryWriter:
         self.run_transaction(lambda: merge_buckets(self._db, BUCKET_TABLES, end_s))
 
     def _used_bytes(self) -> int:
-        return self._file_bytes() - self._read_number("PRAGMA freelist_count") * self._page_bytes
-
-    def _file_bytes(self) -> int:
-        return self._read_number("PRAGMA page_count") * self._page_bytes
+        return (self._read_number("PRAGMA page_count") - self._read_number("PRAGMA freelist_count")) * self._page_bytes
 
     def _read_number(self, query: str) -> int:
         (number,) = self._db.execute(query).fetchone()

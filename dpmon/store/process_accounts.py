@@ -63,7 +63,8 @@ class ProcessAccounts:
             if since_ns is not None:
                 self.stalls.append((since_ns, time_ns))
         elif time_ns is not None and kind == "exit":
-            self._close_all(batch, time_ns)
+            for number, account in self.by_process.items():  # the run has ended
+                batch.add_activity_time(number, account.finish(time_ns))
 
     def resume(self, connection: HistoryConnection) -> None:
         """Continue after the events in a history and the last step of each process. Raises HistoryError."""
@@ -101,8 +102,3 @@ class ProcessAccounts:
             self._early_waits.append((pid, start_ns, end_ns))
         else:
             batch.add_activity_time(process, self.get_account(process).add_input_wait(start_ns, end_ns))
-
-    def _close_all(self, batch: WriteBatch, end_ns: int) -> None:
-        """Close all accounts, because the run has ended."""
-        for process, account in self.by_process.items():
-            batch.add_activity_time(process, account.finish(end_ns))

@@ -354,7 +354,7 @@ def read_longest_steps(
     last_id = store.newest_step_id if process is None else store.last_id(process)
     query = (
         "SELECT id, wall_ns FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
-        f" AND mode = ? AND {_in_stats_condition(store.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
+        f" AND mode = ? AND {_kind_condition(store.main_kind, WARM_UP | EXCLUDED)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
     )
     first_id = last_id - _NEWEST_IDS_SEARCHED if newest_only else 0
     return _read_longest(store, query, (first_id, last_id, process, mode, limit))
@@ -396,11 +396,6 @@ def find_first_step_ns(store: Store, processes: Collection[int], after_id: int) 
     condition = f"id > ? AND step > 0 AND process IN ({', '.join(map(str, processes))})"
     rows = store.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
     return next((start_ns for (start_ns,) in rows), None)
-
-
-def _in_stats_condition(kind: int) -> str:
-    """Return the SQL condition for steps of a kind that statistics include, without warm-up steps."""
-    return _kind_condition(kind, WARM_UP | EXCLUDED)
 
 
 def _kind_condition(kind: int, excluded: int = 0) -> str:

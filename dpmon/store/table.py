@@ -99,11 +99,6 @@ class StoreTable(Generic[RowT]):
             changes.append("seq = excluded.seq")
         return f"ON CONFLICT DO UPDATE SET {', '.join(changes)}"
 
-    @cached_property
-    def key_columns(self) -> list[str]:
-        """The columns whose rows are combined over the time: all others but the time."""
-        return [name for name in self.columns if name not in ("width", "start_s", *self.combined)]
-
     def merged_rows_sql(self, source: str, group_by: Sequence[str] = (), **times: str) -> str:
         """Return a query that makes one row for each key, and each value of `group_by`.
 
@@ -111,7 +106,8 @@ class StoreTable(Generic[RowT]):
         """
         values = times | {name: _ALL[function].format(name) for name, function in self.combined.items()}
         selected = ", ".join(values.get(name, name) for name in self.columns)
-        return f"SELECT {selected} {source} GROUP BY {', '.join([*group_by, *self.key_columns])}"
+        key = [name for name in self.columns if name not in ("width", "start_s", *self.combined)]
+        return f"SELECT {selected} {source} GROUP BY {', '.join([*group_by, *key])}"
 
     def merge_sql(self, source: str, group_by: Sequence[str] = (), *, new_only: bool = False, **times: str) -> str:
         """Return a statement that writes the rows of `merged_rows_sql`.

@@ -190,7 +190,9 @@ def add_steps(
             named = _values_by_series(rows)
             for name, value in chain.from_iterable(part.series for part in parts):
                 named[name].append(value)
-            series += [_series_row(width, start_s, key, name, values) for name, values in named.items()]
+            for name, values in named.items():
+                sketch = quantile_sketch.pack_values(values)
+                series.append(SeriesRow(width, start_s, key, name, len(values), sum(values), sketch))
     TALLIES.insert(db, tallies)
     db.executemany(_NOTE_CHANGE, changes)
     SERIES.insert(db, series)
@@ -221,10 +223,6 @@ def _values_by_series(steps: Sequence[StepRow]) -> defaultdict[str, list[int]]:
     }
     known = ((name, [value for value in column if value is not None]) for name, column in columns.items())
     return defaultdict(list, {name: values for name, values in known if values})
-
-
-def _series_row(width: int, start_s: int, key: int, name: str, values: Sequence[int]) -> SeriesRow:
-    return SeriesRow(width, start_s, key, name, len(values), sum(values), quantile_sketch.pack_values(values))
 
 
 # ------------------------------------------------------------------------------------------------ reading

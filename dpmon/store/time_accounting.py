@@ -144,7 +144,8 @@ class TimeAccount:
         if activity == "between" and gap_ns > 0:
             gap = Gap(self._process, self._last_steps.get(TRAINING, 0), mode, self._end_ns, start_ns, gap_ns)
         activity = _EXCLUDED_ACTIVITIES.get(exclusion, STEP_KINDS[kind])
-        intervals += self._step_intervals(activity, mode, max(start_ns, self._end_ns), end_ns)
+        input_waits = [(name, start, end) for name, start, end in self._interruptions if name == "input"]
+        intervals += self._split_interval(activity, mode, max(start_ns, self._end_ns), end_ns, input_waits)
         if not exclusion and len(self._first_steps[kind]) < WARM_UP_STEPS:
             intervals += self._excess_of_first_steps(kind, end_ns, step.wall_ns - step.phases.get("data", 0))
         self._end_ns, self.kind, self._mode = max(end_ns, self._end_ns), kind, mode
@@ -242,11 +243,6 @@ class TimeAccount:
         pauses_first = sorted(self._interruptions, reverse=True)
         intervals = self._split_interval(activity, mode, self._end_ns, end_ns, pauses_first)
         return intervals, sum(interval.end - interval.begin for interval in intervals if interval.activity == activity)
-
-    def _step_intervals(self, activity: str, mode: str, start_ns: int, end_ns: int) -> list[ActivityInterval]:
-        """Return the intervals of a step: its input waits, and the time between them."""
-        input_waits = [(name, start, end) for name, start, end in self._interruptions if name == "input"]
-        return self._split_interval(activity, mode, start_ns, end_ns, input_waits)
 
     def _split_interval(
         self, activity: str, mode: str, start_ns: int, end_ns: int, interruptions: Sequence[tuple[str, int, int]]

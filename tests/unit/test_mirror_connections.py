@@ -282,7 +282,7 @@ def test_records_that_a_reader_wants_are_asked_for_again(mirror: Mirror, sent: l
     assert sent[-1]["processes"] == [1]
     other = RequestRelay(mirror)  # of a mirror that takes the place of a killed one
     other.poll(0.0)
-    other.resend_subscription(0)
+    other.send_subscription(0)
     assert sent[-1] == {"ask": "records", "processes": [1]}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from dpmon.run.activities import ONLY_IMPORTS, StartupStage, read_startup_ranks
 from dpmon.run.process_notes import read_notes, read_uncaught_exceptions
 from dpmon.run.run_directory import ring_paths
 from dpmon.run.run_signals import is_member
-from dpmon.run.safe_files import open_file
+from dpmon.run.safe_files import read_tail
 from dpmon.run.stdin_terminal import is_reading_stdin
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
@@ -287,10 +286,7 @@ class RankInspector:
     def _read_own_stacks(self, process: int, serial: int) -> tuple[Stack, ...]:
         """Return the stacks that a process noted in reply to a request; empty if they are not there yet."""
         with contextlib.suppress(OSError, ValueError):
-            with open(open_file(self.directory / f"process-{process}.stacks"), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(size - _MAX_STACKS_BYTES, 0))
-                lines = file.read(_MAX_STACKS_BYTES).splitlines()
+            lines = read_tail(self.directory / f"process-{process}.stacks", _MAX_STACKS_BYTES).splitlines()
             reply = load_json(lines[-1]) if lines else None
             if isinstance(reply, dict) and reply.get("asked") == serial:
                 return parse_threads(reply.get("threads"))

@@ -354,7 +354,8 @@ def read_longest_steps(
     last_id = store.newest_step_id if process is None else store.last_id(process)
     query = (
         "SELECT id, wall_ns FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
-        f" AND mode = ? AND {_kind_condition(store.main_kind, WARM_UP | EXCLUDED)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
+        f" AND mode = ? AND {_kind_condition(store.main_kind, WARM_UP | EXCLUDED)} AND {compared}"
+        " ORDER BY wall_ns DESC LIMIT ?"
     )
     first_id = last_id - _NEWEST_IDS_SEARCHED if newest_only else 0
     return _read_longest(store, query, (first_id, last_id, process, mode, limit))

@@ -12,13 +12,13 @@ from typing import Any
 from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.cli.status_stream import status_members, step_line
 from dpmon.model.findings.all_findings import find_all
-from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, assess_health, read_health
 from dpmon.report.report_data import analyze_run
-from dpmon.run.lifecycle import is_live, run_state
+from dpmon.run.lifecycle import has_succeeded, is_live, run_state
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import find_run, list_runs, newest_run, short_name
@@ -111,8 +111,8 @@ def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
         stall = None
         if not has_ended:
             stall = snapshot.current_stall
-        elif exit_info is None or exit_info.status != 0:
-            stall = final_stall(snapshot.stalls, snapshot.newest_ns)
+        else:
+            stall = final_stall(snapshot.stalls, snapshot.newest_ns, has_succeeded(exit_info))
         stall_members = None
         if stall is not None:
             stall_members = fields_of(stall, "since_ns", "text", "ranks")
@@ -142,8 +142,7 @@ def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
     if health.remedy:
         lines.append(f"try: {health.remedy}")
     if health.end is not None and members["stall"] is not None:
-        stall = members["stall"]
-        lines.append(f"ended in a stall of {format_duration(stall['lasted_s'] * 1e9)}: {stall['text']}")
+        lines.append(final_stall_sentence(members["stall"]["lasted_s"] * 1e9, members["stall"]["text"]))
     if members["step"] is not None:
         lines.append(step_line(members))
     troubled = [node for node in members.get("nodes", ()) if node["trouble"]]

@@ -17,12 +17,12 @@ from dpmon.cli.launch import has_screen, open_json_target, show_screen
 from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.run import proc, retention
-from dpmon.run.lifecycle import has_succeeded, is_live, may_be_live_elsewhere, needs_supervisor
+from dpmon.run.lifecycle import has_succeeded, may_be_live_elsewhere, needs_supervisor
 from dpmon.run.output_target import open_replacement, utf8_stdout
 from dpmon.run.retention import is_protected
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.run.run_registry import JOB, find_run, list_runs, newest_run, short_name
+from dpmon.run.run_registry import JOB, find_live_run, find_run, list_runs, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.foreground_guard import poll_in_background
 from dpmon.supervise.start_supervisor import ensure_supervisor
@@ -53,7 +53,7 @@ _MIN_COMMAND_CELLS = 12
 
 def attach(options: argparse.Namespace) -> int:
     """Show a run again on a screen; without a terminal, follow its output and print its summary."""
-    return attach_to_directory(newest_run(is_live) if options.run is None else find_run(options.run), options)
+    return attach_to_directory(find_live_run(options.run), options)
 
 
 def attach_to_directory(
@@ -91,7 +91,7 @@ def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it has ended, 1 if it could not be stopped."""
     from dpmon.run.run_signals import NOTHING_RUNS, STOPPED_BY, stop_run, wait_for_record
 
-    directory = find_run(options.run, live_test=is_live)
+    directory = find_live_run(options.run)
     exit_info = load_exit(directory)
     line = ""
     for line in stop_run(directory):
@@ -319,7 +319,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     return ListedRun(**members)._replace(
         id=run_info.id,
         name=short_name(run_info),
-        state=health.end or health.state,
+        state=health.word,
         kept=is_protected(directory),
         started_unix=run_info.started_unix,
         unreadable=unreadable,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
 """States that are fine. A run that nobody records is not: whether it makes progress is unknown."""
-IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
+IS_FINE, NOT_TRAINING, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 5, 6, 124
 """Exit statuses of `dpmon status`."""
 LOST, NO_RECORD = "lost", "its end was not recorded"
 """The word for a run whose supervisor was killed before the command ended, and the reason."""
@@ -65,6 +65,11 @@ class Health(NamedTuple):
     """How it ended: finished, stopped, interrupted, failed, killed, lost, ended (unknown); None while it runs."""
     exit_info: ExitInfo | None = None
     """The record of its end; not in JSON."""
+
+    @property
+    def word(self) -> str:
+        """The state in lists; after the end of the run, how it ended."""
+        return self.end or self.state
 
     @property
     def exit_status(self) -> int:

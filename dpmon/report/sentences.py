@@ -59,7 +59,7 @@ def basic_facts(report: ReportData) -> list[str]:
         texts.append(format_calls_so_far(run.open_calls))
     if report.untraced_reason is not None:
         texts.append(f"nothing was traced: {report.untraced_reason}")
-    texts += [*slow_first_step_note(run), *stall_sentences(run, report.exit_info, has_ended=report.has_ended)]
+    texts += [*slow_first_step_note(run), *stall_sentences(run, report.health.exit_info, has_ended=report.has_ended)]
     pauses = pause_sentence(report)
     if pauses is not None:
         texts.append(pauses)

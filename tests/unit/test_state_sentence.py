@@ -14,7 +14,6 @@ import pytest
 
 from dpmon.cli.main import main
 from dpmon.record.record_types import Event
-from dpmon.report.plain_text import report_text
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, record_stop_request, write_info
 from dpmon.run.run_reader import PauseState, RunReader
@@ -23,6 +22,7 @@ from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import View, describe_activity
 from dpmon.ui.styled_rows import plain_text
+from support.format_readers import report_text
 from support.history_builders import write_run_directory
 from support.record_builders import Training
 from support.screen_states import STYLE

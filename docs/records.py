@@ -144,12 +144,13 @@ _FINDING = {
     "ground": "the measurements",
     "saves_s": "the most of `elapsed_s` that is saved if the cause disappears; null if no bound is reliable",
 }
+_HEALTH_STATE = "the [state](stuck.md#the-state-of-a-run), `elsewhere` or `unsupervised`"
 _HEALTH = {
     "end": "how the run ended, as in `dpmon ls`; null while it is live",
     "fine": "whether it is training, evaluating or waiting for data",
 }
 _LISTED_RUN = {
-    "state": "the [state](stuck.md#the-state-of-a-run), `ending`, `finished`, `stopped`, `failed`, `killed` (by a "
+    "state": "the [state](stuck.md#the-state-of-a-run), `finished`, `stopped`, `failed`, `killed` (by a "
     "signal), `interrupted` (SIGINT), `ended` (status unknown), `unsupervised` (dpmon's background process was "
     "killed), `elsewhere` (on another node) or `lost` (ended without a record of its end)",
     "kept": "whether `dpmon keep` protects it",
@@ -158,7 +159,7 @@ _LISTED_RUN = {
     "evaluation_word": "`evaluation`, or `without gradients` if these steps precede nearly every update",
     "unknown": "why the status is unknown",
     "cause": "why it failed",
-    "standing": "why it is not training: what it does before the first step, or where each rank is",
+    "standing": "why it is not training: what it does before the first step, or where each rank is or was at its end",
     "unreadable": "why its history cannot be read",
     "job": "its [job](machines.md#which-runs-are-one-job): `by` (`slurm`, `torchelastic`, `master`) and `id`, or null",
     "node": "the number of this node in the job",
@@ -336,7 +337,7 @@ An object per line. `kind` is `status`; `message`, with a `text` of dpmon; or, i
 `t_s`, `status` and `signal`. `skipped` is the number of lines before it that nobody read in time. A `status` has:
 
 - `run`, `t_s`, `state`
-{items("health.", Health("", None).fields(), "the [state](stuck.md#the-state-of-a-run) or `elsewhere`", _HEALTH)}
+{items("health.", Health("", None).fields(), _HEALTH_STATE, _HEALTH)}
 - `process`, `rank`: the process of the members below, except the rates
 - `step`, `step_kind`, `mode`, `virtual`: its last training step; without training, its last step
 - `steps`, `updates`: its training steps so far

@@ -17,16 +17,17 @@ from dpmon.cli.launch import has_screen, open_json_target, show_screen
 from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.run import proc, retention
-from dpmon.run.lifecycle import is_live, may_be_live_elsewhere, needs_supervisor, run_state
+from dpmon.run.lifecycle import has_succeeded, may_be_live_elsewhere, needs_supervisor
 from dpmon.run.output_target import open_replacement, utf8_stdout
 from dpmon.run.retention import is_protected
-from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
+from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.run.run_registry import JOB, find_run, list_runs, newest_run, short_name
+from dpmon.run.run_registry import JOB, find_live_run, find_run, list_runs, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.foreground_guard import poll_in_background
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from dpmon.text.cells import supports_color, text_for_stream, truncate
+from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import (
     format_compact,
     format_count,
@@ -38,6 +39,7 @@ from dpmon.text.formatting import (
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document
+    from dpmon.report.health import Health
     from dpmon.store.store_queries import Store
 
 WIDTH_NO_TERMINAL, MAX_WIDTH = 80, 120
@@ -51,7 +53,7 @@ _MIN_COMMAND_CELLS = 12
 
 def attach(options: argparse.Namespace) -> int:
     """Show a run again on a screen; without a terminal, follow its output and print its summary."""
-    return attach_to_directory(newest_run(is_live) if options.run is None else find_run(options.run), options)
+    return attach_to_directory(find_live_run(options.run), options)
 
 
 def attach_to_directory(
@@ -89,7 +91,7 @@ def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it has ended, 1 if it could not be stopped."""
     from dpmon.run.run_signals import NOTHING_RUNS, STOPPED_BY, stop_run, wait_for_record
 
-    directory = find_run(options.run, live_test=is_live)
+    directory = find_live_run(options.run)
     exit_info = load_exit(directory)
     line = ""
     for line in stop_run(directory):
@@ -297,29 +299,27 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     from dpmon.report.health import health_from_store
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
-    state, exit_info = run_state(directory, run_info)
-    is_live_run, health, unreadable = state == "running", None, None
     members: dict[str, Any] = dict.fromkeys(ListedRun._fields)
+    health = unreadable = None
     try:
         with open_store(directory) as store:
-            members |= _query_members(store)
             print_unread_warning(run_info, store)
-            health = health_from_store(directory, store) if is_live_run else None
+            health = health_from_store(directory, store)
+            members |= _query_members(store, health)
     except (HistoryError, RunError) as error:
         unreadable = str(error).removeprefix(f"{directory.name}: ")
-    if is_live_run:
-        health = health or health_from_store(directory, None)
-        state, members["standing"] = health.state, health.reason
-    elif state == "finished":
-        members["standing"] = None  # the stall ended
-    if exit_info is not None:
-        members |= {name: getattr(exit_info, name) for name in ("seconds", "status", "signal", "unknown", "cause")}
-    else:
+    health = health or health_from_store(directory, None)
+    exit_info = health.exit_info
+    if health.end is None:
+        members["standing"] = health.reason
+    if exit_info is None:
         members["seconds"] = max(time.time() - run_info.started_unix, 0.0)
+    else:
+        members |= fields_of(exit_info, "seconds", "status", "signal", "unknown", "cause")
     return ListedRun(**members)._replace(
         id=run_info.id,
         name=short_name(run_info),
-        state=state,
+        state=health.word,
         kept=is_protected(directory),
         started_unix=run_info.started_unix,
         unreadable=unreadable,
@@ -329,13 +329,13 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     )
 
 
-def _query_members(store: Store) -> dict[str, Any]:
+def _query_members(store: Store, health: Health) -> dict[str, Any]:
     """Return the members of ListedRun that are in the history; without a ring, no numbers of steps."""
     from dpmon.store.events import read_job
     from dpmon.store.step_stats import StatsWindow
 
     job, node = read_job(store)
-    members: dict[str, Any] = {"job": job, "node": node, "standing": _final_stall_text(store)}
+    members: dict[str, Any] = {"job": job, "node": node, "standing": _final_stall_text(store, health.exit_info)}
     longest_ring = max(store.rings.values(), key=lambda row: row.steps, default=None)
     if longest_ring is None:
         return members
@@ -373,17 +373,18 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-def _final_stall_text(store: Store) -> str | None:
+def _final_stall_text(store: Store, exit_info: ExitInfo | None) -> str | None:
     """Return the stall in which the run ended; None if it did not end in one."""
-    from dpmon.model.recorded_stalls import final_stall
+    from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
     from dpmon.model.run_events import TEXTS_READ, parse_stalls
     from dpmon.store.events import read_events
     from dpmon.store.steps import read_steps
 
     stalls = parse_stalls(event.data for event in read_events(store, "stall", limit=TEXTS_READ))
     last_ns = max((step.start_ns + step.wall_ns for step in read_steps(store, 1)), default=0)
-    stall = final_stall(stalls, last_ns)
-    return None if stall is None else f"stalled: {stall.text}"
+    stall = final_stall(stalls, last_ns, has_succeeded(exit_info))
+    end_ns = last_ns if exit_info is None else int(exit_info.seconds * 1e9)
+    return None if stall is None else final_stall_sentence(stall.duration_ns(end_ns), stall.text)
 
 
 def _format_age(seconds: float) -> str:

@@ -17,6 +17,8 @@ _HANDLERS = {
     "status": "dpmon.cli.status:status",
 }
 """The function of each command that has a module of its own."""
+NO_RUN = 4
+"""The exit status of `status` and `why` without such a run."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -24,7 +26,9 @@ def main(words: Sequence[str]) -> int:
     from dpmon.cli.options import UsageError, names_remote_hosts, parse
     from dpmon.config import Settings, load_settings
     from dpmon.errors import DpmonError
+    from dpmon.run.run_directory import RunError
 
+    command = ""
     try:
         command, options = parse(words)
         if command == "help":
@@ -40,7 +44,7 @@ def main(words: Sequence[str]) -> int:
 
         (text,) = hide_secrets([str(error)])
         print_message(f"{text}; dpmon --help lists commands and options" if isinstance(error, UsageError) else text)
-        return 2
+        return NO_RUN if command in ("status", "why") and isinstance(error, RunError) else 2
 
 
 def entry() -> None:

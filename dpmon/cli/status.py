@@ -9,19 +9,19 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.messages import print_message, print_unread_warning
+from dpmon.cli.messages import print_unread_warning
 from dpmon.cli.status_stream import status_members, step_line
 from dpmon.model.findings.all_findings import find_all
-from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.shared_names import ELSEWHERE
-from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, assess_health, read_health
+from dpmon.report.health import LOST, TIMED_OUT, Health, assess_health, read_health
 from dpmon.report.report_data import analyze_run
-from dpmon.run.lifecycle import is_live, run_state
+from dpmon.run.lifecycle import has_succeeded, run_state
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_reader import RunReader
-from dpmon.run.run_registry import find_run, list_runs, newest_run, short_name
+from dpmon.run.run_registry import find_live_run, list_runs, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.store_opening import open_store
@@ -44,18 +44,12 @@ MAX_DEVICES = 2
 
 
 def status(options: argparse.Namespace) -> int:
-    """Print the health of a run. Return 0 (fine), 3 (not training), 4 (no such run), 5 (stalled), 6 (failed) or 124."""
+    """Print the health of a run. Return 0 (fine), 3 (not training), 5 (stalled), 6 (failed) or 124."""
     if options.all:
         return _print_all_runs(options.json)
-    try:
-        directory = newest_run(is_live) if options.run is None else find_run(options.run, live_test=is_live)
-        wait_status = None
-        if options.wait is not None:
-            wait_status = _wait_for_state(directory, options.wait, options.timeout)
-        health, members = read_run_status(directory)
-    except RunError as error:
-        print_message(str(error))
-        return NO_RUN
+    directory = find_live_run(options.run)
+    wait_status = None if options.wait is None else _wait_for_state(directory, options.wait, options.timeout)
+    health, members = read_run_status(directory)
     if options.json:
         print(to_safe_json(members, indent=1))
     else:
@@ -111,8 +105,8 @@ def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
         stall = None
         if not has_ended:
             stall = snapshot.current_stall
-        elif exit_info is None or exit_info.status != 0:
-            stall = final_stall(snapshot.stalls, snapshot.newest_ns)
+        else:
+            stall = final_stall(snapshot.stalls, snapshot.newest_ns, has_succeeded(exit_info))
         stall_members = None
         if stall is not None:
             stall_members = fields_of(stall, "since_ns", "text", "ranks")
@@ -142,8 +136,7 @@ def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
     if health.remedy:
         lines.append(f"try: {health.remedy}")
     if health.end is not None and members["stall"] is not None:
-        stall = members["stall"]
-        lines.append(f"ended in a stall of {format_duration(stall['lasted_s'] * 1e9)}: {stall['text']}")
+        lines.append(final_stall_sentence(members["stall"]["lasted_s"] * 1e9, members["stall"]["text"]))
     if members["step"] is not None:
         lines.append(step_line(members))
     troubled = [node for node in members.get("nodes", ()) if node["trouble"]]

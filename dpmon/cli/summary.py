@@ -79,5 +79,4 @@ def ending_line(directory: Path, exit_info: ExitInfo | None) -> str:
 
 def _outcome_line(directory: Path, exit_info: ExitInfo | None) -> str:
     run_info = load_info(directory)
-    outcome = "how it ended is unknown" if exit_info is None else exit_sentence(exit_info)
-    return f"{run_info.script} ({short_name(run_info)}): {outcome}"
+    return f"{run_info.script} ({short_name(run_info)}): {exit_sentence(exit_info)}"

@@ -12,13 +12,13 @@ from dpmon.errors import HistoryError
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.record.typed_json import to_json
-from dpmon.report.health import LOST, NO_RUN, read_health
+from dpmon.report.health import LOST, read_health
 from dpmon.report.report_data import analyze_run
 from dpmon.report.sentences import stall_sentences
 from dpmon.run.failure_cause import find_first_failure
-from dpmon.run.lifecycle import is_command_alive, is_live, run_state
+from dpmon.run.lifecycle import is_command_alive, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
-from dpmon.run.run_registry import find_run, newest_run
+from dpmon.run.run_registry import find_live_run
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.stall_report import StallReport, parse_report, request_and_wait
 from dpmon.stalls.why_text import NOT_STALLED, format_frames, format_report
@@ -29,13 +29,9 @@ from dpmon.text.formatting import format_elapsed
 
 
 def why(options: argparse.Namespace) -> int:
-    """Print what each rank of a live run is doing, or the stalls of an ended run. Return 0, or 4 without such a run."""
-    try:
-        directory = newest_run(is_live) if options.run is None else find_run(options.run, live_test=is_live)
-        run_info = load_info(directory)
-    except RunError as error:
-        print_message(str(error))
-        return NO_RUN
+    """Print what each rank of a live run is doing, or the stalls of an ended run."""
+    directory = find_live_run(options.run)
+    run_info = load_info(directory)
     state, _ = run_state(directory, run_info)
     # On another machine, and after its end, other processes may have the run's process ids.
     is_alive = state in ("starting", "running", "unsupervised")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dpmon.text.formatting import format_long_duration
+
 
 class RecordedStall(NamedTuple):
     """A recorded stall of the run."""
@@ -33,10 +35,17 @@ class RecordedStall(NamedTuple):
         return max((now_ns if self.end_ns is None else self.end_ns) - self.since_ns, 0)
 
 
-def final_stall(stalls: Sequence[RecordedStall], newest_ns: int) -> RecordedStall | None:
-    """Return the last stall of an unfinished run, if the run ended in it; else None.
+def final_stall(stalls: Sequence[RecordedStall], newest_ns: int, has_succeeded: bool = False) -> RecordedStall | None:
+    """Return the stall in which a run ended; None if it ended in none. A run that has succeeded left its stalls.
 
     `newest_ns`: end of the run's newest step. Interrupting a stalled run may have ended the stall just before the run.
     """
     last = stalls[-1] if stalls else None
-    return last if last is not None and (last.end_ns is None or newest_ns <= last.noticed_ns) else None
+    if last is None or has_succeeded:
+        return None
+    return last if last.end_ns is None or newest_ns <= last.noticed_ns else None
+
+
+def final_stall_sentence(duration_ns: float, text: str) -> str:
+    """Return the sentence on the stall in which a run ended. `text`: where each rank was."""
+    return f"ended in a stall of {format_long_duration(duration_ns)}: {text}"

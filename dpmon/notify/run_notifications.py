@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.model.findings.finding import Finding
-from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
+from dpmon.run.lifecycle import has_succeeded
 from dpmon.text.formatting import format_long_duration
 
 MIN_WEIGHT = 0.3
@@ -41,7 +42,7 @@ def find_notifications(
 ) -> Iterator[Notification]:
     """Yield every notification of the run so far, in order. `alive_s`: seconds between two `alive` events, if any."""
     yield Notification("dpmon.run.started", "", {"text": "the run began"}, 0.0)
-    last_stall = final_stall(snapshot.stalls, snapshot.newest_ns)
+    last_stall = final_stall(snapshot.stalls, snapshot.newest_ns, has_succeeded(health.exit_info))
     for stall in snapshot.stalls:
         key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
         yield Notification("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
@@ -57,7 +58,8 @@ def find_notifications(
         event_type = "dpmon.run.failed" if health.exit_status == HAS_FAILED else "dpmon.run.ended"
         text = health.sentence(elapsed_s)
         if last_stall is not None:
-            text += f"; in a stall: {last_stall.text}"
+            end_s = elapsed_s if health.since_s is None else health.since_s
+            text += f"; {final_stall_sentence(last_stall.duration_ns(int(end_s * SECOND)), last_stall.text)}"
         yield Notification(event_type, "", {"end": health.end, "text": text}, health.since_s)
     elif alive_s is not None:
         yield Notification("dpmon.run.alive", str(int(elapsed_s // alive_s)), {"text": health.sentence(elapsed_s)})

@@ -14,8 +14,8 @@ from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.run.activities import startup_wait_reason
-from dpmon.run.lifecycle import STOPPED_BY_YOU, run_state
-from dpmon.run.run_directory import ExitInfo, RunError, load_exit
+from dpmon.run.lifecycle import UNSUPERVISED, outcome_word, run_state
+from dpmon.run.run_directory import ExitInfo, RunError
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
 from dpmon.stalls.run_state import (
@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
-IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
+"""States that are fine. A run that nobody records is not: whether it makes progress is unknown."""
+IS_FINE, NOT_TRAINING, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 5, 6, 124
 """Exit statuses of `dpmon status`."""
-LOST = "lost"
+LOST, NO_RECORD = "lost", "its end was not recorded"
+"""The word for a run whose supervisor was killed before the command ended, and the reason."""
 _FAILED_ENDS = ("failed", "killed", LOST, "ended")
 """Ends that count as failures; it is unknown how a run that is lost or ended came to its end."""
 _MIN_SHOWN_S = 1.0
@@ -54,7 +56,7 @@ class Health(NamedTuple):
     """The health of a run."""
 
     state: str
-    """One of dpmon.stalls.run_state.STATES; "elsewhere" for a run on another machine."""
+    """One of dpmon.stalls.run_state.STATES; "elsewhere" for a run on another machine, or "unsupervised"."""
     since_s: float | None
     """Since when, in seconds since the run's start; None if unknown."""
     reason: str | None = None
@@ -63,6 +65,11 @@ class Health(NamedTuple):
     """How it ended: finished, stopped, interrupted, failed, killed, lost, ended (unknown); None while it runs."""
     exit_info: ExitInfo | None = None
     """The record of its end; not in JSON."""
+
+    @property
+    def word(self) -> str:
+        """The state in lists; after the end of the run, how it ended."""
+        return self.end or self.state
 
     @property
     def exit_status(self) -> int:
@@ -81,35 +88,54 @@ class Health(NamedTuple):
 
     def sentence(self, t_s: float) -> str:
         """Return state, duration and reason in a sentence. `t_s`: now, in seconds since the run's start."""
-        if self.exit_info is not None:
+        if self.end is not None:
             return exit_sentence(self.exit_info)
         duration_text = ""
         if self.since_s is not None and t_s - self.since_s >= _MIN_SHOWN_S:
             duration_text = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
-        return f"{self.end or format_state(self.state)}{duration_text}" + (f": {self.reason}" if self.reason else "")
+        return f"{format_state(self.state)}{duration_text}" + (f": {self.reason}" if self.reason else "")
 
 
-def exit_sentence(exit_info: ExitInfo) -> str:
-    """Return how a run ended, how long it took and the cause of a failure, if it is known."""
-    if exit_info.error is not None:
-        return exit_info.error
-    duration_text, cause_text = format_run_time(exit_info.seconds), f": {exit_info.cause}" if exit_info.cause else ""
+def exit_words(exit_info: ExitInfo | None) -> tuple[str, str]:
+    """Return how a run ended and what belongs to it: "failed" and "with exit status 1"; None: it was not recorded.
+
+    The screen shows these words, and `exit_sentence` begins with them; the first one is the state in lists.
+    """
+    if exit_info is None:
+        return LOST, ""
+    word = outcome_word(exit_info)
     if exit_info.stopped:
-        return f"{STOPPED_BY_YOU} after {duration_text}"
+        return f"{word} by you", ""
     if exit_info.status is None:
-        return f"ended after {duration_text}, status unknown: {exit_info.unknown or 'it was not recorded'}"
+        return word, "with unknown exit status"
     if exit_info.signal is not None:
-        return f"killed by {exit_info.signal} after {duration_text}{cause_text}"
-    if exit_info.status == 0:
-        return f"finished in {duration_text}"
-    return f"failed with exit status {exit_info.status} after {duration_text}{cause_text}"
+        return f"{word} by {exit_info.signal}", ""
+    return word, f"with exit status {exit_info.status}" if exit_info.status else ""
+
+
+def exit_cause(exit_info: ExitInfo | None) -> str | None:
+    """Return why a run ended in this way; None if it is unknown, or if it needs no reason."""
+    if exit_info is None:
+        return NO_RECORD
+    if exit_info.stopped:
+        return None
+    if exit_info.status is None:
+        return exit_info.unknown or "it was not recorded"
+    return exit_info.error or exit_info.cause
+
+
+def exit_sentence(exit_info: ExitInfo | None) -> str:
+    """Return how a run ended, how long it took and the cause of a failure, if it is known."""
+    text, cause = " ".join(filter(None, exit_words(exit_info))), exit_cause(exit_info)
+    if exit_info is not None:
+        text += f" {'in' if text == 'finished' else 'after'} {format_run_time(exit_info.seconds)}"
+    return text if cause is None else f"{text}: {cause}"
 
 
 def read_health(directory: Path) -> Health:
     """Return the health of the run in `directory` now."""
-    if load_exit(directory) is None:  # else the history cannot change the result
-        with suppress(HistoryError, RunError), open_store(directory) as store:
-            return health_from_store(directory, store)
+    with suppress(HistoryError, RunError), open_store(directory) as store:
+        return health_from_store(directory, store)
     return health_from_store(directory, None)
 
 
@@ -117,7 +143,7 @@ def health_from_store(directory: Path, store: Store | None) -> Health:
     """Return the health of the run in `directory` now. `store`: its history; None if it cannot be read."""
     with closing(RunReader(directory)) as reader:
         snapshot = RunSnapshot()
-        if store is not None:
+        if store is not None and reader.exit_info() is None:  # else the history cannot change the result
             snapshot = SnapshotBuilder().build(store, ended=ended_processes(reader.activities()))
         return assess_health(reader, snapshot)
 
@@ -133,14 +159,13 @@ def assess_health(reader: RunReader, snapshot: RunSnapshot) -> Health:
         return Health(ENDED, None, "its record is being completed")
     if word == ELSEWHERE:
         return Health(ELSEWHERE, None, f"it runs on {run_info.host}", "run this command there")
-    if word == "unsupervised" and run_info.nodes:
-        reason = "its mirror has exited: what its nodes do is not known here, but they keep recording"
-        return Health(QUIET, None, reason, f"dpmon attach {short_name(run_info)} starts the mirror again")
-    health = assess_live_run(reader, snapshot, time.monotonic_ns() - run_info.start_ns)
-    if word == "unsupervised" and (health.remedy is None or health.state == QUIET):
-        remedy = f"dpmon attach {short_name(run_info)} starts another one"
-        return health._replace(reason="its supervisor was killed: nothing is recorded", remedy=remedy)
-    return health
+    if word == UNSUPERVISED:
+        reason, remedy = "its supervisor was killed: nothing is recorded", "starts another one"
+        if run_info.nodes:
+            reason = "its mirror has exited: what its nodes do is not known here, but they keep recording"
+            remedy = "starts the mirror again"
+        return Health(UNSUPERVISED, None, reason, f"dpmon attach {short_name(run_info)} {remedy}")
+    return assess_live_run(reader, snapshot, time.monotonic_ns() - run_info.start_ns)
 
 
 def assess_live_run(reader: RunReader, snapshot: RunSnapshot, now_ns: int) -> Health:
@@ -190,9 +215,7 @@ def _ns_since_start(time_ns: int | None, start_ns: int) -> int | None:
 
 
 def _end_reason(exit_info: ExitInfo | None) -> str | None:
-    if exit_info is None:
-        return "its end was not recorded"
-    status = exit_info.signal or (f"exit status {exit_info.status}" if exit_info.status else None)
-    if exit_info.error or exit_info.stopped:
-        return exit_info.error or None
-    return exit_info.cause or exit_info.unknown or status
+    cause = exit_cause(exit_info)
+    if cause is not None or exit_info is None or exit_info.stopped or not exit_info.status:
+        return cause
+    return exit_info.signal or f"exit status {exit_info.status}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from dpmon.model.findings.finding import Finding
 from dpmon.record.schema import SECOND
 from dpmon.report.document import (
     MAX_ROWS,
@@ -43,7 +44,6 @@ _TIME_TITLE = "time since the run's start"
 _TICK_STEPS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
 """Seconds between two times on an axis; whole days for a longer run."""
 _STYLE = """
-:root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; max-width: 1100px;
   padding: 1.5rem; }
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }
@@ -53,7 +53,7 @@ p { margin: .2rem 0; overflow-wrap: anywhere; }
 .outcome { font-size: 1.1rem; }
 .finished { color: #116329; } .failed, .killed, .interrupted, .ended, .lost { color: #a40e26; }
 .soft { color: #57606a; }
-ol { padding-left: 1.4rem; } li { margin: 0 0 .8rem; } li b { font-weight: 600; }
+ol { padding-left: 1.4rem; } li { margin: 0 0 .8rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
@@ -108,7 +108,7 @@ def _render_part(part: Part) -> str:
     if isinstance(part, Table):
         return _render_table(part.headers, part.rows, part.text_columns)
     if isinstance(part, Findings):
-        return "".join(_render_findings(part))
+        return "<ol>\n" + "".join(map(_render_finding, part.findings)) + "</ol>\n"
     if isinstance(part, OutputLines):
         return "<pre>" + "\n".join(map(escape_html, part.lines)) + "</pre>\n"
     if isinstance(part, Plot):
@@ -122,29 +122,26 @@ def _render_paragraph(text: str, *, soft: bool = False) -> str:
 
 def _render_table(headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> str:
     """Return the first rows of a table whose first column and `text_columns` are text, and how many are omitted."""
-    classes = [" class=text" * (column in text_columns) for column in range(len(headers))]
-    header_cells = "".join(f"<th{mark}>{escape_html(cell)}</th>" for cell, mark in zip(headers, classes, strict=True))
-    lines = [f"<div class=scroll><table><thead><tr>{header_cells}</tr></thead><tbody>\n"]
-    for row in rows[:MAX_ROWS]:
-        cells = []
-        for column, (cell, mark) in enumerate(zip(row, classes, strict=True)):
-            is_inner = column == 0 and cell.startswith("  ")
-            cells.append(f"<td{' class=inner' if is_inner else mark}>{escape_html(cell.strip())}</td>")
-        lines.append(f"<tr>{''.join(cells)}</tr>\n")
-    lines.append("</tbody></table></div>\n")
-    if len(rows) > MAX_ROWS:
-        lines.append(_render_paragraph(f"and {len(rows) - MAX_ROWS:,} more; --json has them all", soft=True))
-    return "".join(lines)
+
+    def table_row(cells: Sequence[str], tag: str) -> str:
+        texts = []
+        for column, cell in enumerate(cells):
+            css_class = " class=text" * (column in text_columns)
+            if cell.startswith("  "):  # a phase within another one
+                css_class = " class=inner"
+            texts.append(f"<{tag}{css_class}>{escape_html(cell.strip())}</{tag}>")
+        return f"<tr>{''.join(texts)}</tr>"
+
+    body = "".join(f"{table_row(row, 'td')}\n" for row in rows[:MAX_ROWS])
+    head = f"<div class=scroll><table><thead>{table_row(headers, 'th')}</thead><tbody>\n"
+    omitted = _render_paragraph(f"and {len(rows) - MAX_ROWS:,} more; --json has them all", soft=True)
+    return f"{head}{body}</tbody></table></div>\n{omitted if len(rows) > MAX_ROWS else ''}"
 
 
-def _render_findings(findings: Findings) -> Iterable[str]:
-    yield "<ol>\n"
-    for finding in findings.findings:
-        yield f"<li><b>{escape_html(finding.text)}</b><br>"
-        yield f"<span class=soft>Evidence: {escape_html(finding.ground)}.</span><br>"
-        advice = finding.advice_text
-        yield f"{escape_html(advice[:1].upper() + advice[1:])}.</li>\n"
-    yield "</ol>\n"
+def _render_finding(finding: Finding) -> str:
+    text, ground, advice = map(escape_html, (finding.text, finding.ground, finding.advice_text))
+    advice = advice[:1].upper() + advice[1:]
+    return f"<li><b>{text}</b><br><span class=soft>Evidence: {ground}.</span><br>{advice}.</li>\n"
 
 
 # ------------------------------------------------------------------------------------------------ plots
@@ -163,6 +160,15 @@ def render_plot(plot: Plot) -> str:
 def escape_html(text: str) -> str:
     """Return text, which may come from the script, as harmless HTML."""
     return html.escape(sanitize_line(text))
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape_html(text)}</text>'
+
+
+def _titled(element: str, attributes: str, title: str) -> str:
+    """Return an element with a tooltip."""
+    return f"<{element} {attributes}><title>{escape_html(title)}</title></{element}>"
 
 
 class _Canvas:
@@ -207,7 +213,7 @@ class _Canvas:
             return ""
         count = sum(value > self.axis_top for value in _values_to_cover(self.plot))
         text = f"{count} higher, up to {format_three_digits(self.largest)}: cut"
-        return f'<text x="{WIDTH - _RIGHT_MARGIN:g}" y="12" text-anchor="end">{escape_html(text)}</text>'
+        return _text(WIDTH - _RIGHT_MARGIN, 12, text, "end")
 
     def _to_x(self, x: float) -> float:
         span = self.end_s - self.start_s
@@ -217,39 +223,34 @@ class _Canvas:
         part = (y - self.axis_low) / (self.axis_top - self.axis_low)
         return self.height - _BOTTOM_MARGIN - part * self._plot_height
 
-    def _tick_values(self) -> list[float]:
-        first, last = round(self.axis_low / self.tick_step), round(self.axis_top / self.tick_step)
-        return [number * self.tick_step for number in range(first, last + 1)]
-
     def _value_axis(self) -> Iterator[str]:
         if self.has_cells:
             for row, series in enumerate(self.plot.series):
                 length = sum(end - start for start, end, _ in series.points)
                 mean = sum((end - start) * share for start, end, share in series.points) / max(length, 1)
-                position = f'y="{self.top + (row + 0.5) * _CELL_ROW + 4:g}" text-anchor="end"'
-                yield f'<text x="{_LEFT_MARGIN - 6:g}" {position}>{escape_html(series.name)}</text>'
-                yield f'<text x="{WIDTH}" {position}>{format_percent(mean)}</text>'
+                y_px = self.top + (row + 0.5) * _CELL_ROW + 4
+                yield _text(_LEFT_MARGIN - 6, y_px, series.name, "end") + _text(
+                    WIDTH, y_px, format_percent(mean), "end"
+                )
             return
-        for value in self._tick_values():
+        first, last = round(self.axis_low / self.tick_step), round(self.axis_top / self.tick_step)
+        for value in (number * self.tick_step for number in range(first, last + 1)):
             y_px = self._to_y(value)
             yield f'<path class=grid d="M{_LEFT_MARGIN} {y_px:.1f}H{WIDTH - _RIGHT_MARGIN}"/>'
-            text = format_three_digits(value)
-            yield f'<text x="{_LEFT_MARGIN - 6:g}" y="{y_px + 4:.1f}" text-anchor="end">{text}</text>'
+            yield _text(_LEFT_MARGIN - 6, y_px + 4, format_three_digits(value), "end")
         middle = (self.height - _BOTTOM_MARGIN + self.top) / 2
         unit = escape_html(self.plot.unit)
         yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
 
     def _time_axis(self) -> Iterator[str]:
         bottom, range_s = self.height - _BOTTOM_MARGIN, self.end_s - self.start_s
-        position = f'x="{_LEFT_MARGIN + self.width / 2:g}" y="{self.height - 6:g}"'
-        yield f'<text {position} text-anchor="middle">{_TIME_TITLE}</text>'
+        yield _text(_LEFT_MARGIN + self.width / 2, self.height - 6, _TIME_TITLE)
         days = math.ceil(range_s / _MAX_TICKS / _TICK_STEPS_S[-1]) * _TICK_STEPS_S[-1]
         step = next((step for step in _TICK_STEPS_S if step * _MAX_TICKS >= range_s), days)
         for number in range(math.ceil(self.start_s / step), math.floor(self.end_s / step) + 1):
             x_px = self._to_x(number * step)
             yield f'<path class=grid d="M{x_px:.1f} {bottom}v4"/>'
-            time_text = format_short_elapsed(number * step * SECOND)
-            yield f'<text x="{x_px:.1f}" y="{bottom + 15:g}" text-anchor="middle">{time_text}</text>'
+            yield _text(x_px, bottom + 15, format_short_elapsed(number * step * SECOND))
 
     def _render_marks(self) -> Iterator[tuple[str, str]]:
         """Yield each mark on the time axis, and its label above the plot unless it would overlap another one."""
@@ -265,12 +266,10 @@ class _Canvas:
         for start, end, text in self.marks:
             x_px = self._to_x(start)
             if end is None:
-                title = f"<title>{escape_html(text)}</title>"
-                line = f'<path class=event d="M{x_px:.1f} {self.top:g}V{bottom:g}">{title}</path>'
+                line = _titled("path", f'class=event d="M{x_px:.1f} {self.top:g}V{bottom:g}"', text)
             else:
                 size = f'width="{self._to_x(end) - x_px:.1f}" height="{self._plot_height:g}"'
-                position = f'x="{x_px:.1f}" y="{self.top:g}" {size}'
-                line = f"<rect class={text} {position}><title>{text}</title></rect>"
+                line = _titled("rect", f'class={text} x="{x_px:.1f}" y="{self.top:g}" {size}', text)
             yield line, label(x_px, text)
 
     def _rows_of_cells(self) -> Iterator[str]:
@@ -281,8 +280,7 @@ class _Canvas:
                 x, width = self._to_x(start), self._to_x(end) - self._to_x(start)
                 color = f'fill-opacity="{min(share + _MIN_OPACITY, 1):.1f}"' if share else 'class="none"'
                 text = f"{100 * share:.0f}% until {format_elapsed(int(end * SECOND))}"
-                position = f'x="{x:.1f}" width="{width:.1f}" height="{_CELL_ROW - 2:g}"'
-                yield f"<rect {position} {color}><title>{text}</title></rect>"
+                yield _titled("rect", f'x="{x:.1f}" width="{width:.1f}" height="{_CELL_ROW - 2:g}" {color}', text)
             yield "</g>"
 
     def _series(self) -> Iterator[str]:
@@ -292,10 +290,7 @@ class _Canvas:
         hover_stride = point_count // _MAX_TOOLTIPS + 1
         for series in self.plot.series:
             if series.kind == "bars":
-                for start, end, y in series.points:
-                    stack_tops[start] = stack_tops.get(start, 0.0) + y
-                    x, bar_height = self._to_x(start), y / self.axis_top * self._plot_height
-                    yield self._bar_rect(x, self._to_y(stack_tops[start]), self._to_x(end) - x, bar_height, series, y)
+                yield from self._bars(series, stack_tops)
                 continue
             is_dots = series.kind == "dots"
             if not is_dots:
@@ -303,15 +298,18 @@ class _Canvas:
             for x, _, y in series.points if is_dots else series.points[::hover_stride]:
                 position = f'cx="{self._to_x(x):.1f}" cy="{self._to_y(y):.1f}"'
                 attributes = 'r="2" opacity=".4"' if is_dots else 'r="3" opacity="0"'
-                title = f"{escape_html(series.name)}: {format_three_digits(y)} at {x:g} s"
-                yield f'<circle {position} fill="{series.color}" {attributes}><title>{title}</title></circle>'
+                title = f"{series.name}: {format_three_digits(y)} at {x:g} s"
+                yield _titled("circle", f'{position} fill="{series.color}" {attributes}', title)
 
-    def _bar_rect(self, x: float, y: float, width: float, height: float, series: PlotSeries, value: float) -> str:
-        if not value:
-            return ""
-        position = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" fill="{series.color}"'
-        title = f"{escape_html(series.name)}: {format_three_digits(value)} {escape_html(self.plot.unit)}"
-        return f"<rect {position}><title>{title}</title></rect>"
+    def _bars(self, series: PlotSeries, stack_tops: dict[float, float]) -> Iterator[str]:
+        """Yield the bars of a series on top of those of earlier ones, by their start."""
+        for start, end, value in series.points:
+            if value:
+                stack_tops[start] = stack_tops.get(start, 0.0) + value
+                x, width = self._to_x(start), max(self._to_x(end) - self._to_x(start), 0.5)
+                y, height = self._to_y(stack_tops[start]), value / self.axis_top * self._plot_height
+                size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{series.color}"'
+                yield _titled("rect", size, f"{series.name}: {format_three_digits(value)} {self.plot.unit}")
 
     def _line_path(self, series: PlotSeries) -> str:
         """Return the path of a line. A series of steps may have gaps."""

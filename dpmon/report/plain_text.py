@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 
 from dpmon.report.document import (
     MAX_ROWS,
@@ -18,8 +17,6 @@ from dpmon.report.document import (
     Table,
     TextHistogram,
 )
-from dpmon.report.report_data import collect_report_data
-from dpmon.report.sections import build_document
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_duration, format_elapsed
@@ -33,16 +30,8 @@ _UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|[KMGT]iB)(?!\w))")
 """The space between a number and its unit, at which lines are not broken."""
 
 
-def report_text(directory: Path, width: int = 80) -> list[str]:
-    """Return the report of the run in `directory` in lines of at most `width` cells. Raises RunError if it is no run.
-
-    Headings do not begin with a space.
-    """
-    return text_lines(build_document(collect_report_data(directory)), width)
-
-
 def text_lines(document: Document, width: int = 80) -> list[str]:
-    """Return a report in lines of at most `width` cells, but at least MIN_WIDTH."""
+    """Return a report in lines of at most `width` cells, but at least MIN_WIDTH. Headings do not begin with a space."""
     width = max(width, MIN_WIDTH)
     lines = _wrap_lines(f"{document.script} ({document.run}): {document.outcome}", width, "", "  ")
     for fact in (*document.setup, *document.facts):

@@ -139,19 +139,6 @@ def _throughput_plot(run: RunAnalysis) -> Plot | None:
     return Plot("speed", "Throughput", note, series, "samples per second")
 
 
-def _part_series(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]]) -> list[PlotSeries]:
-    """Return a series for each part of a step that took any time: at each place, the mean over a group of steps."""
-    names = [name for name in _PHASE_ORDER if any(b.parts[PARTS.index(name)] for bins in groups for b in bins)]
-    series = []
-    for name in names:
-        part_index = PARTS.index(name)
-        means = (sum(b.parts[part_index] for b in bins) / sum(b.steps for b in bins) for bins in groups)
-        points = [(*place, round(mean / 1e6, 6)) for place, mean in zip(places, means, strict=True)]
-        label = "other forward" if name == "forward" and "parallel_apply" in names else name
-        series.append(PlotSeries(label, _COLORS[name], points, "bars"))
-    return series
-
-
 def _parts_plot(run: RunAnalysis) -> Plot | None:
     # One bar per interval, whatever its modes: two bars would cover each other.
     bins_by_end: dict[int, list[Bin]] = {}
@@ -160,14 +147,19 @@ def _parts_plot(run: RunAnalysis) -> Plot | None:
             bins_by_end.setdefault(time_bin.end_ns, []).append(time_bin)
     if sum(map(len, bins_by_end.values())) < 2:
         return None
-    places: list[tuple[float, float]] = []
-    for end, bins in bins_by_end.items():
-        start = _to_seconds(min(time_bin.start_ns for time_bin in bins))
-        previous_end = max((end for _, end in places[-1:]), default=start)
-        places.append((max(start, previous_end), _to_seconds(end)))
-    suffix = sentences.rank_suffix_of_run(run)
-    note = f"mean of all steps of an interval{suffix}, over intervals of {_bin_width_text(run)}"
-    series = _part_series(places, list(bins_by_end.values()))
+    points_by_part: dict[str, list[tuple[float, float, float]]] = {name: [] for name in _PHASE_ORDER}
+    previous_end = 0.0
+    for end_ns, bins in bins_by_end.items():
+        start, end, steps = _to_seconds(min(b.start_ns for b in bins)), _to_seconds(end_ns), sum(b.steps for b in bins)
+        for part, name in enumerate(PARTS):
+            mean_ns = sum(b.parts[part] for b in bins) / steps
+            points_by_part[name].append((max(start, previous_end), end, round(mean_ns / 1e6, 6)))
+        previous_end = end
+    shown = {name: points for name, points in points_by_part.items() if any(mean for _, _, mean in points)}
+    labels = {"forward": "other forward"} if "parallel_apply" in shown else {}
+    series = [PlotSeries(labels.get(name, name), _COLORS[name], points, "bars") for name, points in shown.items()]
+    width, suffix = _bin_width_text(run), sentences.rank_suffix_of_run(run)
+    note = f"mean of all steps of an interval{suffix}, over intervals of {width}"
     return Plot("phases", "Where step time goes", note, series, "ms per step")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,9 @@ from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import DEFAULT_REQUEST, SnapshotRequest
-from dpmon.report.health import read_health
+from dpmon.report.health import Health, read_health
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
-from dpmon.run.lifecycle import run_state
 from dpmon.run.process_notes import READ_BYTES, UncaughtException, trim_launcher_lines
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info, stop_requested_unix
 from dpmon.run.run_reader import RunReader
@@ -34,12 +33,9 @@ class ReportData:
 
     directory: str
     run_info: RunInfo
-    exit_info: ExitInfo | None
-    state: str
-    """A state of `dpmon.run.lifecycle.run_state`."""
+    health: Health
     outcome: str
-    """The same in a sentence (dpmon.report.health)."""
-    has_ended: bool
+    """The sentence of `health`."""
     run: RunAnalysis
     findings: Sequence[Finding]
     warnings: Sequence[str]
@@ -48,15 +44,19 @@ class ReportData:
     last_output: Sequence[str]
     """The last lines of the script's output (of its stderr in a headless run), if it failed."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended."""
+        return self.health.end is not None
+
 
 def collect_report_data(directory: Path) -> ReportData:
     """Return the data of the run in `directory`, so far. Raises RunError if it is no run, HistoryError if damaged."""
-    run_info = load_info(directory)
-    state, exit_info = run_state(directory, run_info)
-    health, stop_requested = read_health(directory), stop_requested_unix(directory)
-    failure = None
-    if exit_info is not None and exit_info.status and exit_info.signal is None and not exit_info.stopped:
+    run_info, health, stop_requested = load_info(directory), read_health(directory), stop_requested_unix(directory)
+    exit_info, failure, output_tail = health.exit_info, None, b""
+    if health.end == "failed" and exit_info is not None:
         failure = find_first_failure(directory, run_info, exit_info.status)
+    exception = None if failure is None else failure.exception
     with open_store(directory) as store:
         run = analyze_run(
             store,
@@ -64,7 +64,7 @@ def collect_report_data(directory: Path) -> ReportData:
             exit_info,
             stop_requested_ns=None if stop_requested is None else int((stop_requested - run_info.started_unix) * 1e9),
             death=None if failure is None or failure.rank_exit is None else failure.rank_exit.text,
-            raised=None if failure is None or failure.exception is None else failure.exception.sentence(run_info.cwd),
+            raised=None if exception is None else exception.sentence(run_info.cwd),
         )
         run.query_everything()
         findings = find_all(run)
@@ -73,24 +73,12 @@ def collect_report_data(directory: Path) -> ReportData:
         untraced_reason = nothing_traced_reason(directory, run_info, exit_info, run.announced.reasons)
         if not untraced_reason:
             untraced_reason = f"the command {'has not started yet' if exit_info is None else 'was not started'}"
-    reader = RunReader(directory)
-    output_tail = read_output_tail(reader) if exit_info is not None and exit_info.status else b""
-    last_lines = _last_output_lines(
-        output_tail, None if failure is None else failure.exception, reader.info.command_pid
-    )
-    return ReportData(
-        str(directory),
-        run_info,
-        exit_info,
-        state,
-        health.sentence(time.time() - run_info.started_unix),
-        health.end is not None,
-        run,
-        findings,
-        warnings,
-        untraced_reason,
-        last_lines,
-    )
+    if exit_info is not None and exit_info.status:
+        with suppress(OSError):
+            output_tail = read_tail(RunReader(directory).output_paths[-1], READ_BYTES)
+    last_lines = _last_output_lines(output_tail, exception, run_info.command_pid)
+    outcome = health.sentence(time.time() - run_info.started_unix)
+    return ReportData(str(directory), run_info, health, outcome, run, findings, warnings, untraced_reason, last_lines)
 
 
 def analyze_run(
@@ -112,14 +100,6 @@ def analyze_run(
     return RunAnalysis(
         store, ended, end_ns, request=request, stop_asked_ns=stop_requested_ns, death=death, raised=raised
     )
-
-
-def read_output_tail(reader: RunReader) -> bytes:
-    """Return the end of the script's output (of its stderr, if that has a file); empty if it cannot be read."""
-    try:
-        return read_tail(reader.output_paths[-1], READ_BYTES)
-    except OSError:
-        return b""
 
 
 def _last_output_lines(

@@ -40,8 +40,8 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             "directory": report.directory,
         },
         "end": {
-            "state": report.state,
-            **{name: getattr(report.exit_info, name, None) for name in ("status", "signal", "error", "seconds")},
+            "state": report.health.word,
+            **{name: getattr(report.health.exit_info, name, None) for name in ("status", "signal", "error", "seconds")},
         },
         "processes": [process_info._asdict() for process_info in run.announced.info.values()],
         **fields_of(run, "steps", "calls", "open_calls"),

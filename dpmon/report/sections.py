@@ -25,6 +25,7 @@ from dpmon.report.document import (
     Table,
     TextHistogram,
 )
+from dpmon.report.health import HAS_FAILED
 from dpmon.report.plots import build_plots
 from dpmon.report.report_data import ReportData
 from dpmon.run.run_registry import short_name
@@ -77,7 +78,7 @@ def build_document(report: ReportData) -> Document:
     )
     non_empty = [section for section in sections if section.parts]
     setup, facts = sentences.setup_facts(report), sentences.basic_facts(report)
-    return Document(report.run_info.script, name, report.state, report.outcome, facts, non_empty, setup)
+    return Document(report.run_info.script, name, report.health.word, report.outcome, facts, non_empty, setup)
 
 
 def _paragraphs(texts: Iterable[str], is_note: bool = False) -> list[Paragraph]:
@@ -106,7 +107,7 @@ def _finding_parts(report: ReportData) -> list[Part]:
         return [Findings(report.findings), *notes]
     if not any(measured_modes(report.run)):
         return [Paragraph(_too_few_steps_text(report.run))]
-    is_problem_said = report.state in ("failed", "killed", "ended", "lost") or report.run.announced.stalls
+    is_problem_said = report.health.exit_status == HAS_FAILED or report.run.announced.stalls
     return [Paragraph("no other findings" if is_problem_said else "no findings"), *notes]
 
 

@@ -16,6 +16,7 @@ from dpmon.model.run_events import ProcessInfo
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData
+from dpmon.run.lifecycle import has_succeeded
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.text.formatting import (
@@ -58,7 +59,7 @@ def basic_facts(report: ReportData) -> list[str]:
         texts.append(format_calls_so_far(run.open_calls))
     if report.untraced_reason is not None:
         texts.append(f"nothing was traced: {report.untraced_reason}")
-    texts += [*slow_first_step_note(run), *stall_sentences(run, report.exit_info, has_ended=report.has_ended)]
+    texts += [*slow_first_step_note(run), *stall_sentences(run, report.health.exit_info, has_ended=report.has_ended)]
     pauses = pause_sentence(report)
     if pauses is not None:
         texts.append(pauses)
@@ -85,7 +86,7 @@ def slow_first_step_note(run: RunAnalysis) -> list[str]:
 def stall_sentences(run: RunAnalysis, exit_info: ExitInfo | None, *, has_ended: bool) -> list[str]:
     """Return sentences on the newest stalls: when, for how long, and where each rank was."""
     stalls = run.announced.stalls
-    last_stall = None if exit_info is None or exit_info.status == 0 else final_stall(stalls, run.last_step_ns or 0)
+    last_stall = None if exit_info is None else final_stall(stalls, run.last_step_ns or 0, has_succeeded(exit_info))
     texts = []
     for stall in stalls[-MAX_STALLS:]:
         until_text = ""

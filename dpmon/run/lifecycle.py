@@ -18,6 +18,8 @@ from dpmon.run.safe_files import open_file
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
 """The ids of the events that were notified; locked by the notifier (dpmon.notify)."""
+UNSUPERVISED = "unsupervised"
+"""The state of a run whose command runs, but whose supervisor (or the mirror of its nodes) was killed."""
 SILENT_S = 86400.0
 """A run of another machine that has written nothing for this long has ended: a supervisor writes every second."""
 STUCK_SUPERVISOR_S = 5.0
@@ -123,10 +125,8 @@ def run_state(directory: Path, run_info: RunInfo) -> tuple[str, ExitInfo | None]
         return outcome_word(exit_info), exit_info
     if may_be_live_elsewhere(directory, run_info, exit_info):
         return ELSEWHERE, None
-    if run_info.nodes and run_info.boot_id == proc.boot_id():
-        return "running" if has_supervisor else "unsupervised", None
-    if command_alive:
-        return "running" if has_supervisor else "unsupervised", None
+    if command_alive or (run_info.nodes and run_info.boot_id == proc.boot_id()):
+        return "running" if has_supervisor else UNSUPERVISED, None
     if command_alive is None and (has_supervisor or time.time() - run_info.started_unix < YOUNG_S):
         return "starting", None
     return "ending" if has_supervisor else "lost", None
@@ -161,8 +161,9 @@ def build_unknown_exit(run_info: RunInfo, by: str, reason: str, end_ns: int) -> 
     return ExitInfo(None, None, ended_unix=ended_unix, end_ns=end_ns, seconds=seconds, by=by, unknown=reason)
 
 
-STOPPED_BY_YOU = "stopped by you"
-"""The words of sentences in place of "stopped"."""
+def has_succeeded(exit_info: ExitInfo | None) -> bool:
+    """Return whether the command is known to have ended with status 0."""
+    return exit_info is not None and exit_info.status == 0
 
 
 def outcome_word(exit_info: ExitInfo) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dpmon.config import home_directory
 from dpmon.run import proc
+from dpmon.run.lifecycle import is_live
 from dpmon.run.run_directory import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, write_info
 
 _MAX_IDS = 8
@@ -185,10 +186,11 @@ def short_name(run_info: RunInfo) -> str:
     return f"{run_info.name}-{run_info.id[-4:]}"
 
 
-def newest_run(live_test: Callable[[RunInfo], bool]) -> Path:
-    """Return the newest run that passes `live_test`, else the newest run. Raises RunError if there is none."""
-    live_directories = [directory for directory, run_info in reversed(list_runs()) if live_test(run_info)]
-    return live_directories[0] if live_directories else find_run()
+def find_live_run(name: str | None) -> Path:
+    """Return the run named `name`, of several the live one; None: the newest live run, else the newest run."""
+    if name is not None:
+        return find_run(name, live_test=is_live)
+    return next((directory for directory, run_info in reversed(list_runs()) if is_live(run_info)), None) or find_run()
 
 
 JOB = "job="

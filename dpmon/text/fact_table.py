@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dpmon.text.formatting import UNKNOWN, format_bytes, format_count, format_duration, format_long_duration
-from dpmon.text.formatting import format_percent as format_share
+from dpmon.text.formatting import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_long_duration,
+    format_percent,
+)
 
 Row = TypeVar("Row", contravariant=True)
 
@@ -64,7 +70,7 @@ TEXT = Form(str, is_text=True)
 NUMBER = Form(lambda value: f"{value:.0f}")
 COUNT = Form(format_count)
 BYTES = Form(format_bytes)
-SHARE = Form(format_share)
+SHARE = Form(format_percent)
 DURATION = Form(format_duration, ms)
 """A time in ns; ms in JSON."""
 LONG_DURATION = Form(format_long_duration, lambda ns: ns / 1e9)

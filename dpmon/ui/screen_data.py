@@ -14,7 +14,9 @@ from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import RANK_MODES
+from dpmon.report.health import exit_cause, exit_words
 from dpmon.run.activities import startup_wait_reason
+from dpmon.run.lifecycle import has_succeeded
 from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.run.run_reader import PauseState
@@ -51,6 +53,8 @@ RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 QUIET_SHOWN_NS = 5 * SECOND
 READING = "reading the record"
+_OUTCOME_STYLES = {"finished": "good", "stopped": "wait", "interrupted": "wait"}
+"""Styles of ends; others are failures."""
 BEFORE_STALL = ("values from before the stall", "wait")
 """Stands next to metrics that cover no time of the stall."""
 
@@ -140,11 +144,7 @@ class ScreenData:
     @property
     def exit_cause(self) -> str | None:
         """Why the run ended: the last line of the script's traceback, or another cause; sanitized, None if unknown."""
-        if self.exit_info is None:
-            return None
-        cause = self.exit_info.unknown
-        if cause is None and not self.exit_info.stopped:
-            cause = self.exit_info.error or self.exit_info.cause
+        cause = exit_cause(self.exit_info) if self.is_over else None
         return sanitize_line(cause, 500) if cause else None
 
     @property
@@ -173,8 +173,7 @@ class ScreenData:
         if not (self.is_over or self.is_ending):
             stall = self.state.current_stall
             return stall if stall is not None and self.run_state.word == STALLED else None
-        has_succeeded = self.exit_info is not None and self.exit_info.status == 0
-        return None if has_succeeded else final_stall(self.state.stalls, self.state.newest_ns)
+        return final_stall(self.state.stalls, self.state.newest_ns, has_succeeded(self.exit_info))
 
     @property
     def shows_past(self) -> bool:
@@ -241,10 +240,10 @@ class ActivityText(NamedTuple):
 
 def describe_activity(screen: ScreenData) -> ActivityText:
     """Return what the run is doing, in everyday words."""
-    if screen.exit_info is not None:
-        return _describe_outcome(screen.exit_info)
-    if screen.is_command_alive is False:
-        return ActivityText("ended", "bad", "status unknown")
+    if screen.is_over:
+        word, detail = exit_words(screen.exit_info)
+        outcome, _, _ = word.partition(" ")
+        return ActivityText(sanitize_line(word, 40), _OUTCOME_STYLES.get(outcome, "bad"), detail)
     process = screen.process
     activity = screen.activities.get(process.process) if process is not None else None
     if screen.is_ending:
@@ -301,21 +300,6 @@ def _before_first_batch(screen: ScreenData, doing: str, activity_ns: int) -> Act
     _, stage_start_ns = screen.startup_stage or ("", 0)
     stage_age = f"{max(screen.now_ns - stage_start_ns, 0) / 1e9:.0f} s"
     return ActivityText(STARTING, "wait", f"{reason}, {stage_age}" if reason else stage_age)
-
-
-def _describe_outcome(exit_info: ExitInfo) -> ActivityText:
-    if exit_info.stopped:
-        return ActivityText("stopped", "wait", "by you" + (f", status {exit_info.status}" if exit_info.status else ""))
-    if exit_info.signal == "SIGINT":
-        return ActivityText("interrupted", "wait", "SIGINT")
-    if exit_info.status is None:
-        return ActivityText("ended", "bad", "status unknown")
-    if exit_info.signal is not None:
-        likely_cause = "possibly out of memory" if exit_info.signal == "SIGKILL" else ""
-        return ActivityText(f"killed by {sanitize_line(exit_info.signal, 12)}", "bad", likely_cause)
-    if exit_info.status == 0:
-        return ActivityText("finished", "good", "status 0")
-    return ActivityText("failed", "bad", f"status {exit_info.status}")
 
 
 def format_devices(devices: tuple[str, ...]) -> str:

@@ -10,8 +10,8 @@ import pytest
 
 from dpmon.cli.commands import ls
 from dpmon.cli.status_stream import ProgressReporter
-from dpmon.report.plain_text import report_text
 from dpmon.run.run_reader import RunReader
+from support.format_readers import report_text
 from support.run_harness import Dpmon, wait_for
 
 pytestmark = pytest.mark.slow

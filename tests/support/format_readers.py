@@ -12,8 +12,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from dpmon.report.report_data import ReportData
+from dpmon.report.plain_text import text_lines
+from dpmon.report.report_data import ReportData, collect_report_data
 from dpmon.report.report_json import report_as_json
+from dpmon.report.sections import build_document
 
 ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -293,6 +295,11 @@ def check_json_is_documented(section: str, *objects: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ reports
+
+
+def report_text(directory: Path, width: int = 80) -> list[str]:
+    """Return the report of the run in `directory` as text, in lines of at most `width` cells."""
+    return text_lines(build_document(collect_report_data(directory)), width)
 
 
 def report_json_of(report: ReportData) -> Any:

@@ -21,11 +21,11 @@ from dpmon.cli.main import entry, main
 from dpmon.errors import HistoryError
 from dpmon.export import export, iter_records
 from dpmon.record.record_types import Step
-from dpmon.report.plain_text import report_text
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import find_run
 from dpmon.store.database import SCHEMA_VERSION
 from dpmon.store.history_writer import HistoryWriter
+from support.format_readers import report_text
 from support.history_builders import write_run_directory
 from support.record_builders import Training
 

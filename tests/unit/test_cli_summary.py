@@ -15,8 +15,8 @@ import pytest
 from dpmon.cli.messages import print_closing_summary, print_message
 from dpmon.cli.summary import WIDTH, fit_lines, summary_lines
 from dpmon.record.record_types import Event
-from dpmon.report.plain_text import report_text
 from dpmon.run.run_directory import load_exit
+from support.format_readers import report_text
 from support.history_builders import write_playback_run, write_run_directory
 from support.record_builders import SECOND, Training
 

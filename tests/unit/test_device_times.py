@@ -21,12 +21,11 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import UNTIMED, Call, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.report.html_page import render_page
-from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
-from support.format_readers import report_json_of
+from support.format_readers import report_json_of, report_text
 from support.history_builders import write_run_directory
 from support.record_builders import (
     CALL_TIMES_MS,

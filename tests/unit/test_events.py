@@ -77,7 +77,8 @@ def test_the_end_of_a_stuck_run_names_its_cause() -> None:
     for stall in (stalled(), stalled(70)):
         *_, last = find_notifications(seen(stall), ended("stopped"), 100.0)
         assert last.type == "dpmon.run.ended"
-        assert last.data["text"].endswith("; in a stall: rank 1 in save")
+        assert last.data["text"].endswith(" s: rank 1 in save")
+        assert "; ended in a stall of " in last.data["text"]
 
 
 def test_alive_is_told_once_in_its_time_and_not_after_the_end() -> None:

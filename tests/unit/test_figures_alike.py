@@ -19,7 +19,6 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.layouts import ReplicaStats
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import EVALUATION, PHASES, REST, STEP
-from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
@@ -31,7 +30,7 @@ from dpmon.ui.panels import panel_batch, panel_compare
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import View
 from dpmon.ui.styled_rows import Row, plain_text
-from support.format_readers import report_json_of
+from support.format_readers import report_json_of, report_text
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training

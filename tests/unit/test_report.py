@@ -23,14 +23,14 @@ from dpmon.record.shared_names import DDP
 from dpmon.report.document import MAX_ROWS, Plot, PlotSeries, Table, TimeSpan
 from dpmon.report.health import read_health
 from dpmon.report.html_page import WIDTH, render_page, render_plot
-from dpmon.report.plain_text import report_text, text_lines
+from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
-from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of
+from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of, report_text
 from support.history_builders import Recording, snapshot_of_directory, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
@@ -231,7 +231,7 @@ def test_a_stall_after_the_last_step_has_its_own_time(
     assert elapsed["stalled_s"] == pytest.approx(stalled_s)
     assert elapsed["ending_s"] == pytest.approx(50 - stalled_s, abs=1e-6)
     assert sum(time_s for name, time_s in elapsed.items() if name != "gaps") == pytest.approx(end_s + 50)
-    (line, *_) = [line for line in summary_lines(directory, story.exit_info) if line.startswith("  elapsed")]
+    (line, *_) = [line for line in summary_lines(directory, story.health.exit_info) if line.startswith("  elapsed")]
     assert f"stalled {stalled_s:.1f} s" in line
     assert [found.kind for found in story.findings if found.kind in ("quiet", "stall")] == ["quiet"]
 

@@ -26,12 +26,11 @@ from dpmon.model.throughput import throughput_of
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.report.html_page import render_page
-from dpmon.report.plain_text import report_text
 from dpmon.report.plots import build_plots
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
-from support.format_readers import lines_of_section, report_json_of
+from support.format_readers import lines_of_section, report_json_of, report_text
 from support.history_builders import snapshot_of_directory, write_run_directory
 from support.record_builders import SECOND, Training, device_event, pause_event, records_of_rows
 

@@ -16,9 +16,9 @@ from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_registry import (
     create_run,
     fallback_directories,
+    find_live_run,
     find_run,
     list_runs,
-    newest_run,
     short_name,
 )
 from support.history_builders import make_run_info
@@ -29,14 +29,16 @@ def _leave_no_run_in_var(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(run_registry, "PERSISTENT_TMP", str(tmp_path / "no-var"))
 
 
-def test_runs_are_found_by_all_their_names(state: Path) -> None:
+def test_runs_are_found_by_all_their_names(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, old_info = create_run(make_run_info(name="a", started_unix=1000.0))
     new, new_info = create_run(make_run_info(name="a", started_unix=2000.0))
     other, other_info = create_run(make_run_info(name="last-one", started_unix=1500.0))
     assert find_run() == find_run("last") == new
-    assert newest_run(lambda info: False) == new, "if none goes on, the newest of all"
-    assert newest_run(lambda info: info.id == old.name) == old
-    assert newest_run(lambda info: True) == new
+    assert find_live_run(None) == new, "if none goes on, the newest of all"
+    for live, found in ((lambda info: info.id == old.name, old), (lambda info: True, new)):
+        with monkeypatch.context() as patch:
+            patch.setattr(run_registry, "is_live", live)
+            assert find_live_run(None) == found
     assert find_run("a") == new
     assert find_run(short_name(old_info)) == old
     assert find_run(old_info.id) == old

@@ -176,7 +176,8 @@ def test_the_list_says_in_which_stall_a_run_ended(
     a_run(*own, status=0)
     assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert ["    stalled: rank 1 in save (t.py:3)" in lines, len(lines)] == [shown, 3 + shown]
+    ended_in = f"ended in a stall of {'15' if STALL_ENDED in own else '20'}.0 s"
+    assert [f"    {ended_in}: rank 1 in save (t.py:3)" in lines, len(lines)] == [shown, 3 + shown]
 
 
 def test_why_says_that_a_mirror_does_not_reply(
@@ -391,8 +392,8 @@ def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
     write_info(directory, replace(load_info(directory), supervisor_pid=None, command_pid=None))
     assert main(["status", directory.name]) == 3
     said = capsys.readouterr().out
-    assert "idle: its mirror has exited: what its nodes do is not known here, but they keep recording" in said
+    assert "unsupervised: its mirror has exited: what its nodes do is not known here, but they keep recording" in said
     assert "starts the mirror again" in said
-    assert "supervisor" not in said
+    assert "supervisor " not in said
     assert main(["report", directory.name]) == 0
-    assert "idle: its mirror has exited" in capsys.readouterr().out
+    assert "unsupervised: its mirror has exited" in capsys.readouterr().out

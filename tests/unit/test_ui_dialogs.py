@@ -90,7 +90,7 @@ async def test_a_question_stays_until_it_is_answered_also_when_the_run_ends(
         await on.press(answer)
         await on.until(lambda: len(on.app.screen_stack) <= 1, "the dialog to close")
         if not closes:
-            await on.shows("status unknown" if openers == "x" else "failed status 3")
+            await on.shows("its end was not recorded" if openers == "x" else "failed with exit status 3")
             assert on.app.return_value is None
             await on.press("q")
         await on.until(lambda: on.app.return_value == "ended", "the screen to close")

@@ -221,7 +221,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
         assert stopped == []
         await on.press("x", "y")
-        await on.shows("by you, status 130")
+        await on.shows("stopped by you")
         assert stopped == [tmp_path]
         await on.shows("this screen stays")
         assert on.app.return_value is None

@@ -150,14 +150,14 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
-        (exit_info_of(0, None, 9), "finished status 0"),
-        (exit_info_of(3, None, 9), "failed status 3"),
-        (exit_info_of(137, "SIGKILL", 9), "killed by SIGKILL possibly out of memory"),
+        (exit_info_of(0, None, 9), "● finished"),
+        (exit_info_of(3, None, 9), "failed with exit status 3"),
+        (exit_info_of(137, "SIGKILL", 9), "killed by SIGKILL"),
         (exit_info_of(139, "SIGSEGV", 9), "killed by SIGSEGV"),
-        (exit_info_of(130, "SIGINT", 9), "interrupted SIGINT"),
+        (exit_info_of(130, "SIGINT", 9), "interrupted by SIGINT"),
         (exit_info_of(130, "SIGINT", 9, stopped=True), "stopped by you"),
         (exit_info_of(1, None, 9, stopped=True), "stopped by you"),
-        (exit_info_of(134, "SIGABRT", 9, stopped=True), "stopped by you, status 134"),
+        (exit_info_of(134, "SIGABRT", 9, stopped=True), "stopped by you"),
     ],
 )
 def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
@@ -171,8 +171,8 @@ def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
 
 def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
     text = screen_text(replace(screen_data_of(Training()), is_command_alive=False), 160, 50)
-    assert "its exit status was not recorded" in text
-    assert "ended status unknown" in text
+    assert "lost" in text
+    assert "its end was not recorded" in text
     assert "status 0" not in text
 
 

@@ -14,13 +14,12 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
-from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
 from dpmon.store.events import EVENTS, EventRow
 from dpmon.store.history_writer import HistoryWriter, WriteBatch
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.time_axis import TimeAxis, build_chart_columns
-from support.format_readers import report_json_of
+from support.format_readers import report_json_of, report_text
 from support.history_builders import Recording, write_run_directory
 from support.record_builders import SECOND, Training
 from support.screen_states import screen_text
@@ -96,7 +95,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     ]
     words = "waited for a line of input 2 times, for"
     assert words in " ".join(" ".join(report_text(directory, 100)).split())
-    assert any(line.startswith(words) for line in summary_lines(directory, story.exit_info))
+    assert any(line.startswith(words) for line in summary_lines(directory, story.health.exit_info))
 
 
 def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:

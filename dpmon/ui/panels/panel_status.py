@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dpmon.model.epoch_progress import Progress, format_time_left
 from dpmon.model.findings.failure_findings import INVALID_LOSS_TEXTS
 from dpmon.model.findings.finding_evidence import MIN_DATA_SHARE, MIN_STEPS, data_share
+from dpmon.model.recorded_stalls import final_stall_sentence
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import Throughput, throughput_of
 from dpmon.record.schema import SECOND
@@ -72,7 +73,8 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     reply = reply_message(screen, style)
     detail_row: Row = []
     if activity.detail not in plain_text(first) and screen.stop_progress is None and not reply:
-        detail_row = [(f"{activity.word}: ", activity.style), (activity.detail, ""), ("  ", "")]
+        separator = " " if screen.is_over else ": "
+        detail_row = [(f"{activity.word}{separator}", activity.style), (activity.detail, ""), ("  ", "")]
     max_cells = width - 2 - row_width(detail_row)
     message = _message_row(screen, style, max_cells, omitted)
     if height >= 3 and screen.shown_stall is not None:  # the sentence needs more room than the rates, which are unknown
@@ -263,9 +265,8 @@ def _stall_message(screen: ScreenData, style: TerminalStyle) -> Row:
     """Return where each rank is; after the end of the run, also its outcome."""
     text = "" if screen.shown_stall is None else sanitize_line(screen.shown_stall.text, 400)
     if screen.shown_stall is not None and screen.is_over:
-        seconds = screen.shown_stall.duration_ns(screen.elapsed_ns) / SECOND
         outcome = f"; {screen.exit_cause}" if screen.exit_cause else ""
-        text = f"the run ended in a stall of {seconds:,.0f} s: {text}{outcome}"
+        text = f"{final_stall_sentence(screen.shown_stall.duration_ns(screen.elapsed_ns), text)}{outcome}"
     return [(f"{style.glyphs.focus} ", "bad"), (text, "bad")]
 
 
@@ -319,8 +320,6 @@ def _invalid_loss_message(screen: ScreenData) -> Row:
 def _after_end_message(screen: ScreenData) -> Row:
     if screen.exit_cause:
         return [(screen.exit_cause, "bad")]
-    if screen.exit_info is None:
-        return [("the command has exited; its exit status was not recorded", "wait")]
     text = "the run has ended" if screen.cursor.is_playback else "the run has ended; this screen stays"
     return _invalid_loss_message(screen) or [(text, "dim")]
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from dpmon.model.compared_run import BETWEEN, RUN_METRICS, STEP_METRICS, ComparedRun, Metric
 from dpmon.model.comparison_stats import Change, estimate_change
-from dpmon.model.mode_comparison import MAX_UNCERTAINTY, MIN_STEPS, duration_or_none
+from dpmon.model.mode_comparison import MIN_STEPS, duration_or_none
 from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import OTHER_SIZES
@@ -240,12 +240,10 @@ def result_sentence(comparison: RunComparison) -> str:
         return f"inconclusive: {step.missing}"
     if change.sign:
         return f"B is {'slower' if change.sign > 0 else 'faster'}: {step_time_text(comparison)}"
-    verdict = f"inconclusive: {step.missing};"
-    if change.low is not None and change.high is not None:
-        if change.low >= 1 / MAX_UNCERTAINTY and change.high <= MAX_UNCERTAINTY:
-            return f"no difference shows: {step_time_text(comparison)}"
-        verdict = "inconclusive, the interval is too wide:"
-    return f"{verdict} {step_time_text(comparison)}"
+    if change.low is None or change.interval is None:
+        return f"inconclusive: {step.missing}; {step_time_text(comparison)}"
+    verdict = "no difference shows" if change.interval.is_close_to_1 else "inconclusive, the interval is too wide"
+    return f"{verdict}: {step_time_text(comparison)}"
 
 
 def change_text(row: ComparedMetric, per: str = "", *, one_sided: bool = False) -> str:

@@ -272,8 +272,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `missing`: why steps are not compared, or have no interval
 - `sides[].side`: `A` or `B`
 - `sides[].spread`: how much slower its slowest run is than its fastest one (0.02: 2%)
-- `sides[].runs[].id`, `.name`, `.directory`, `.steps`, `.interrupted_steps`, `.straggler`: `steps` were compared,
-  others left out because of a pause or a stall
+- `sides[].runs[].id`, `.name`, `.directory`, `.steps`, `.straggler`: `steps` were compared
 - `differences[].what`, `.a`, `.b`: what differs, and its value on both sides
 - `most_changed.phase`, `.a`, `.b`: the phase that changed most in the direction of the step, in ms
 - `figures.*.unit`: `ms`, `bytes` or `/s`

@@ -116,7 +116,13 @@ def try_changes(options: argparse.Namespace) -> int:
         if trial.name not in absent
     ]
     if options.json:
-        text = _results_as_json(results, runs, absent)
+        members = {
+            "schema": SCHEMA,
+            "runs": [run.name for run in runs[_BASELINE]],
+            "trials": [result.as_json(runs[result.trial.name]) for result in results],
+            "absent": absent,
+        }
+        text = to_safe_json(members, indent=1) + "\n"
     else:
         text = render_document(_build_document(results, runs, absent, options), None)
     write_output(text, None)
@@ -218,9 +224,8 @@ def plan_trials(
     else:
         changes = f"the data: the first {CACHED_BATCHES} batches of each loader, repeated"
         saves = data_share(mode.settled_stats) if rank_count == 1 else None
-        trials.append(
-            Trial("cached-batches", changes, variables={"DPMON_REPLAY": str(CACHED_BATCHES)}, max_saving=saves)
-        )
+        replay = {"DPMON_REPLAY": str(CACHED_BATCHES)}
+        trials.append(Trial("cached-batches", changes, variables=replay, max_saving=saves))
     if mode is None or mode.mode != "dp":
         absent["single"] = "the script does not run under DataParallel"
     else:
@@ -232,13 +237,12 @@ def plan_trials(
         changes = f"the ranks: 1 instead of {rank_count}, so a step has a smaller total batch"
         trials.append(Trial("one-rank", changes, command=one_rank_command, metric="samples_per_s"))
     cpus = len(os.sched_getaffinity(0))
-    for count in sorted({1, max(cpus // rank_count, 1), *thread_counts}):
-        if str(count) == threads:
-            absent[f"{_THREADS_PREFIX}{count}"] = f"OMP_NUM_THREADS is {count}"
+    for count in map(str, sorted({1, max(cpus // rank_count, 1), *thread_counts})):
+        name = f"{_THREADS_PREFIX}{count}"
+        if count == threads:
+            absent[name] = f"OMP_NUM_THREADS is {count}"
         else:
-            trials.append(
-                Trial(f"{_THREADS_PREFIX}{count}", "OMP_NUM_THREADS", variables={"OMP_NUM_THREADS": str(count)})
-            )
+            trials.append(Trial(name, "OMP_NUM_THREADS", variables={"OMP_NUM_THREADS": count}))
     return trials, absent
 
 
@@ -259,24 +263,40 @@ class TrialResult(NamedTuple):
     """Its metric, unchanged and changed; None if it is unknown."""
 
     @property
+    def change(self) -> Change | None:
+        """The change of the metric; None if it is unknown."""
+        return None if self.row is None else self.row.change
+
+    @property
     def table_cells(self) -> tuple[str, ...]:
         """The cells of its table row."""
         gain_text = "" if self.trial.max_saving is None else format_percent(self.trial.max_saving)
-        row = self.row
-        if row is None or row.change is None:
+        if self.row is None or self.row.change is None:
             return (self.trial.name, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, gain_text)
-        values = [row.figure.format(row.typical_value(side)) for side in (0, 1)]
-        return (self.trial.name, row.figure.label.strip(), *values, format_change(row.change.ratio), gain_text)
+        change_text = format_change(self.row.change.ratio)
+        return (self.trial.name, self.row.figure.label.strip(), *self.row.texts, change_text, gain_text)
 
     @property
     def explanation(self) -> str:
         """What the trial changes, and the interval of its result."""
-        row = self.row
-        if row is None or row.change is None or row.change.least is None:
-            interval_text = f"no interval: {'this metric is unknown in its runs' if row is None else row.missing}"
+        if self.row is None:
+            interval_text = "no interval: this metric is unknown in its runs"
+        elif self.row.change is None or self.row.change.least is None:
+            interval_text = f"no interval: {self.row.missing}"
         else:
-            interval_text = f"{row.figure.label.strip()} {format_interval(row.change)}"
+            interval_text = f"{self.row.figure.label.strip()} {format_interval(self.row.change)}"
         return f"{self.trial.name} changes {self.trial.changes}; {interval_text}"
+
+    def as_json(self, runs: Sequence[ComparedRun]) -> dict[str, object]:
+        """Return its members in JSON. `runs`: with the change."""
+        return {
+            "trial": self.trial.name,
+            "changes": self.trial.changes,
+            "figure": self.trial.metric,
+            "saves": self.trial.max_saving,
+            "runs": [run.name for run in runs],
+            **{name: getattr(self.change, name, None) for name in Change._fields},
+        }
 
 
 def _build_document(
@@ -291,9 +311,9 @@ def _build_document(
         headers = ("trial", "metric", _BASELINE, "changed", "change", "max. gain")
         parts.append(Table(headers, [result.table_cells for result in results]))
     for result in results:
-        if result.trial.name == "one-rank" and result.row is not None and result.row.change is not None:
+        if result.trial.name == "one-rank" and result.change is not None:
             ranks = base.set_up["ranks"] or "1"
-            efficiency = format_percent(1 / result.row.change.ratio / int(ranks))
+            efficiency = format_percent(1 / result.change.ratio / int(ranks))
             parts.append(
                 Paragraph(f"scaling efficiency: {ranks} ranks reach {efficiency} of {ranks} times one rank's samples/s")
             )
@@ -312,24 +332,3 @@ def _build_document(
         [_MEANINGLESS_NOTE],
         [section for section in sections if section.parts],
     )
-
-
-def _results_as_json(
-    results: Sequence[TrialResult], runs: Mapping[str, Sequence[ComparedRun]], absent: Mapping[str, str]
-) -> str:
-    names = {name: [run.name for run in trial_runs] for name, trial_runs in runs.items()}
-    trials = []
-    for trial, row in results:
-        change = None if row is None else row.change
-        trials.append(
-            {
-                "trial": trial.name,
-                "changes": trial.changes,
-                "figure": trial.metric,
-                "saves": trial.max_saving,
-                "runs": names[trial.name],
-                **{name: getattr(change, name, None) for name in Change._fields},
-            }
-        )
-    members = {"schema": SCHEMA, "runs": names[_BASELINE], "trials": trials, "absent": absent}
-    return to_safe_json(members, indent=1) + "\n"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
 from dpmon.model.mode_comparison import is_compared
-from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ProcessInfo
 from dpmon.model.stragglers import straggler_sentence
@@ -32,7 +32,7 @@ from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.tally_tables import read_tally_rows
 from dpmon.text.fact_table import ms
-from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
+from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration, format_percent
 
 BETWEEN = "between"
 """The series of the time between steps, such as the start of a loader's workers. It is in no tally of the store."""
@@ -40,6 +40,35 @@ _MAX_PARTS = 20
 """Most parts into which the steps of a run are divided."""
 _MIN_SAMPLED_PARTS = 3
 """Fewest parts for a CPU time, which is sampled once a second."""
+
+
+class Condition(NamedTuple):
+    """A measured condition of a run: its value, the smallest difference to show, and how to format a value."""
+
+    value_of: Callable[[RunAnalysis], float | None]
+    min_difference: float
+    format: Callable[[float], str]
+
+
+def _gpu_clock(run: RunAnalysis) -> float | None:
+    clocks = [clock for device in run.devices if device.of_run for clock in device.clocks]
+    return median(clocks) if clocks else None
+
+
+def _throttled_share(run: RunAnalysis) -> float | None:
+    run_devices = [device for device in run.devices if device.of_run]
+    samples = sum(device.throttle_samples for device in run_devices)
+    return sum(device.throttled.total() for device in run_devices) / samples if samples else None
+
+
+CONDITIONS: Mapping[str, Condition] = {
+    "clock of the GPUs": Condition(_gpu_clock, 30.0, "{:.0f} MHz".format),
+    "throttled": Condition(_throttled_share, 0.05, format_percent),
+    "processors busy with other work": Condition(
+        lambda run: None if run.host is None else run.host.others, 0.5, "{:.1f}".format
+    ),
+}
+"""By label."""
 
 
 class Metric(NamedTuple):
@@ -124,18 +153,14 @@ class ComparedRun:
     started_unix: float
     set_up: Mapping[str, str | None]
     """The command, its settings and the hardware, by label; None if unknown."""
-    measured: Mapping[str, float]
-    """The known values of dpmon.model.run_comparison.MEASURED_CONDITIONS."""
+    measured: Mapping[str, float | None]
+    """The values of CONDITIONS."""
     mode: str | None
     """The mode with most steps; None without steps."""
     rows: Sequence[tuple[int, Tally]]
-    """The tallies of the steps of its slowest rank, without those left out, in order of time; with BETWEEN."""
-    steps_by_batch: Counter[int]
-    """Number of these steps by their samples."""
+    """The samples of a step, and a tally of such steps of its slowest rank with BETWEEN, in order of time."""
     part_s: int
     """Width (s) of the tallies in `rows`."""
-    interrupted_steps: int
-    """Steps left out because of a pause or a stall in the same part."""
     values: Mapping[str, float]
     """The known values of RUN_METRICS."""
     straggler: str | None
@@ -144,6 +169,14 @@ class ComparedRun:
     """How many ranks share a step, seen or not."""
     unread_warning: str | None = None
     """See `Store.unread_warning`."""
+
+    @cached_property
+    def steps_by_batch(self) -> Counter[int]:
+        """Number of its steps by their samples."""
+        counts: Counter[int] = Counter()
+        for batch, tally in self.rows:
+            counts[batch] += tally.steps
+        return counts
 
     @property
     def main_batch(self) -> int | None:
@@ -191,55 +224,35 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
 
     `given`: the setup that is not in the store. `about`: the fields of ComparedRun from `id` to `started_unix`.
     """
-    main_mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
+    mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
     straggler = None if run.communication is None else run.communication.straggler
     rows: list[tuple[int, Tally]] = []
-    steps_by_batch: Counter[int] = Counter()
     trained_steps: Counter[tuple[int, int]] = Counter()
-    interrupted = 0
-    if main_mode is not None:
+    if mode is not None:
         # The others wait for the straggler in sync, so only its own phases show what takes the time.
-        process = run.representative_process(main_mode) if straggler is None else straggler.process
-        interruptions = _interruptions(run)
-        for begin_ns, end_ns, key, tally in _tallies_with_gaps(run, main_mode, process):
-            if not is_compared(key, run.window.main_kind):
-                continue
-            trained_steps[begin_ns, end_ns] += tally.steps
-            if any(start < end_ns and begin_ns < end for start, end in interruptions):
-                interrupted += tally.steps
-            else:
+        process = run.representative_process(mode) if straggler is None else straggler.process
+        for interval, key, tally in _tallies_with_gaps(run, mode, process):
+            if is_compared(key, run.window.main_kind):
+                trained_steps[interval] += tally.steps
                 rows.append((key.batch, tally))
-                steps_by_batch[key.batch] += tally.steps
-    switched = {"mode switched": _switched_mode(run, main_mode)}
-    sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
-    return ComparedRun(
+    compared_run = ComparedRun(
         **about,
-        set_up={**switched, **given, **_setup_labels(run, main_mode, steps_by_batch)},
-        measured=_hardware_conditions(run),
-        mode=main_mode,
+        set_up={},
+        measured={label: condition.value_of(run) for label, condition in CONDITIONS.items()},
+        mode=mode,
         rows=rows,
-        steps_by_batch=steps_by_batch,
         part_s=run.bin_s,
-        interrupted_steps=interrupted,
-        values={**_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, main_mode)},
-        straggler=sentence,
-        ranks=_world_size(run),
+        values={**_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, mode)},
+        straggler=None if straggler is None else straggler_sentence(straggler, lately=False),
+        ranks=_first_process(run).world or 1,
         unread_warning=run.store.unread_warning,
     )
+    switched = {"mode switched": _switched_mode(run, mode)}
+    return replace(compared_run, set_up={**switched, **given, **_setup_labels(run, compared_run)})
 
 
-def _interruptions(run: RunAnalysis) -> list[tuple[int, int]]:
-    """Return the pauses and stalls of a run, as (start, end) in ns."""
-    # A step that stalled ends, and counts, up to a second after its stall.
-    stalls = [
-        (stall.since_ns, (run.until_ns if stall.end_ns is None else stall.end_ns) + SECOND)
-        for stall in run.announced.stalls
-    ]
-    return stalls + any_paused_intervals(run.pauses, run.until_ns)
-
-
-def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tuple[int, int, TallyKey, Tally]]:
-    """Yield (start and end in ns, key, tally) of the steps of a process in a mode, in order of time.
+def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tuple[tuple[int, int], TallyKey, Tally]]:
+    """Yield the interval (start and end in ns), key and tally of the steps of a process in a mode, in order of time.
 
     Only steps of the main kind. The time between steps becomes the series BETWEEN of the tallies that begin in or after
     it.
@@ -264,7 +277,7 @@ def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tu
         if steps:
             gap_ns = 0
         for key, tally in rows:
-            yield start_s * SECOND, end_s * SECOND, key, tally
+            yield (start_s * SECOND, end_s * SECOND), key, tally
 
 
 def _cpu_ns_per_step(run: RunAnalysis, trained_steps: Mapping[tuple[int, int], int]) -> dict[str, float]:
@@ -303,29 +316,28 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _world_size(run: RunAnalysis) -> int:
-    """Return the number of ranks of a job, 1 without torch.distributed."""
-    return next(iter(run.announced.info.values()), ProcessInfo(0)).world or 1
+def _first_process(run: RunAnalysis) -> ProcessInfo:
+    return next(iter(run.announced.info.values()), ProcessInfo(0))
 
 
-def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_batch: Counter[int]) -> dict[str, str | None]:
-    process, distributed = next(iter(run.announced.info.values()), ProcessInfo(0)), run.layouts.distributed
-    seen_ranks, world = len({info.rank for info in run.announced.info.values()}), _world_size(run)
+def _setup_labels(run: RunAnalysis, compared: ComparedRun) -> dict[str, str | None]:
+    process, mode, distributed = _first_process(run), compared.mode, run.layouts.distributed
+    seen_ranks = len({info.rank for info in run.announced.info.values()})
     first_change = next(
         (change for change in run.announced.changes if change.refused is None and change.mode == mode), None
     )
     gpu_names = [device.name or "GPU" for device in run.devices if device.of_run]
-    gpus = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
-    batch = max(steps_by_batch, key=steps_by_batch.__getitem__, default=NO_SAMPLES)
-    cores_text = None if run.host is None else format_count_with_noun(run.host.cpus, "processor")
-    if run.host is not None and run.host.machines > 1:
-        cores_text = f"{cores_text} on one of {run.host.machines} nodes"
+    hardware = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
+    if run.host is not None:
+        nodes_text = f" on one of {run.host.machines} nodes" if run.host.machines > 1 else ""
+        hardware.append(f"{format_count_with_noun(run.host.cpus, 'processor')}{nodes_text}")
+    batch = NO_SAMPLES if compared.main_batch is None else compared.main_batch
     return {
         "kind of steps": STEP_KINDS[run.window.main_kind].replace("_", " "),
         "mode": RANK_MODES[distributed] if distributed and mode == "single" else mode,
-        "ranks": str(world) if seen_ranks >= world else f"{seen_ranks} of {world}",
+        "ranks": str(compared.ranks) if seen_ranks >= compared.ranks else f"{seen_ranks} of {compared.ranks}",
         "devices": None if first_change is None else " ".join(first_change.devices),
-        "hardware": None if cores_text is None else ", ".join([*gpus, cores_text]),
+        "hardware": None if run.host is None else ", ".join(hardware),
         "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(batch, str(batch)),
         "Python": process.python,
         "torch": process.torch,
@@ -338,15 +350,3 @@ def _switched_mode(run: RunAnalysis, mode: str | None) -> str:
         return "no"
     steps, _ = run.window.step_counts(run.window.main_kind, mode)
     return f"yes: only {mode} is compared, {steps:,} of {format_count_with_noun(run.steps, 'step')}"
-
-
-def _hardware_conditions(run: RunAnalysis) -> dict[str, float]:
-    run_devices = [device for device in run.devices if device.of_run]
-    clocks = [clock for device in run_devices for clock in device.clocks]
-    samples = sum(device.throttle_samples for device in run_devices)
-    conditions = {
-        "clock of the GPUs": median(clocks) if clocks else None,
-        "throttled": sum(device.throttled.total() for device in run_devices) / samples if samples else None,
-        "processors busy with other work": None if run.host is None else run.host.others,
-    }
-    return {name: value for name, value in conditions.items() if value is not None}

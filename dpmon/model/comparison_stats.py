@@ -28,6 +28,8 @@ from dpmon.store.tally import Tally
 
 ERROR_CHANCE = 0.05
 """Chance that an interval misses the true ratio: half on each side, or all of it at a one-sided bound."""
+MAX_UNCERTAINTY = 1.25
+"""Two speeds count as equal only if both ends of the interval of their ratio are within this factor of 1."""
 _MAX_CORRELATION = 0.8
 """Largest correlation of neighbors: the parts are too few to measure a larger one."""
 _MIN_BATCHES = 4
@@ -37,11 +39,21 @@ _HALF_WIDTH_SIGMAS = 1.96
 
 
 class Interval(NamedTuple):
-    """An estimate with its 95% confidence interval."""
+    """An estimate with its confidence interval, of 95% if nothing else is said."""
 
     value: float
     low: float
     high: float
+
+    @property
+    def sign(self) -> int:
+        """For a ratio: 1 if the interval lies above 1, -1 if below; 0 if it includes 1."""
+        return (self.low > 1) - (self.high < 1)
+
+    @property
+    def is_close_to_1(self) -> bool:
+        """For a ratio: whether both ends are so close to 1 that an interval around 1 shows equality."""
+        return self.low >= 1 / MAX_UNCERTAINTY and self.high <= MAX_UNCERTAINTY
 
 
 class Change(NamedTuple):
@@ -56,18 +68,17 @@ class Change(NamedTuple):
     """One-sided 95% bounds: the ratio is at least `least`; the ratio is at most `most`."""
 
     @property
-    def interval(self) -> tuple[float, float] | None:
+    def interval(self) -> Interval | None:
         """The 95% interval, or else the 90% interval between the one-sided bounds; None if there is neither."""
         for low, high in ((self.low, self.high), (self.least, self.most)):
             if low is not None and high is not None:
-                return low, high
+                return Interval(self.ratio, low, high)
         return None
 
     @property
     def sign(self) -> int:
-        """1 if the interval lies above a ratio of 1, -1 if below; 0 if it includes 1 or is unknown."""
-        low, high = self.interval or (1.0, 1.0)
-        return (low > 1) - (high < 1)
+        """The sign of the interval; 0 without one."""
+        return 0 if self.interval is None else self.interval.sign
 
 
 def estimate_change(
@@ -203,9 +214,9 @@ def _count_above_median(counts: Counts, center: float) -> float:
     return sum(count / 2 if middle == center else count for middle, count in middles if middle >= center)
 
 
-def ratio_of_estimates(above: Interval, below: Interval) -> Interval | None:
-    """Return the ratio of two independent estimates; None unless all values are positive."""
-    if min(*above, *below) <= 0:
+def ratio_of_estimates(above: Interval | None, below: Interval | None) -> Interval | None:
+    """Return the ratio of two independent estimates; None unless both are known and all values are positive."""
+    if above is None or below is None or min(*above, *below) <= 0:
         return None
     log_ratio = log(above.value) - log(below.value)
     down = sqrt(log(above.value / above.low) ** 2 + log(below.high / below.value) ** 2)

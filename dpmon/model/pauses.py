@@ -134,17 +134,12 @@ def all_paused_intervals(pauses: Sequence[Pause], presence: Mapping[int, Span], 
 def _subtract_intervals(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """Return the parts of `spans` outside `others`; both must be sorted and disjoint, as from `union_of_intervals`."""
     remaining: list[Span] = []
-    index = 0
     for start, end in spans:
-        while index < len(others) and others[index][1] <= start:
-            index += 1
-        for other_index in range(index, len(others)):
-            other_start, other_end = others[other_index]
-            if other_start >= end:
-                break
-            if other_start > start:
-                remaining.append((start, other_start))
-            start = max(start, other_end)
+        for other_start, other_end in others:
+            if start < other_end and other_start < end:
+                if start < other_start:
+                    remaining.append((start, other_start))
+                start = other_end
         if start < end:
             remaining.append((start, end))
     return remaining

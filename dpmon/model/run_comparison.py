@@ -2,8 +2,8 @@
 
 The value of a run is the mean time per step, with the time between steps: what a user waits for. The value of a side is
 the median of its runs, and a change is the ratio of the values of both sides, so what is shown always agrees. If steps
-are not of the same number of samples and ranks, the time per sample is compared. Settling steps, and parts with a
-pause or a stall, are left out.
+are not of the same number of samples and ranks, the time per sample is compared. Warm-up steps, and steps in which a
+run stalled, are left out.
 
 With one run on each side, the interval comes from parts of the two runs. It is then about these two runs only: it
 does not include how much equal runs differ.
@@ -11,26 +11,20 @@ does not include how much equal runs differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
 
-from dpmon.model.compared_run import BETWEEN, RUN_METRICS, STEP_METRICS, ComparedRun, Metric
+from dpmon.model.compared_run import BETWEEN, CONDITIONS, RUN_METRICS, STEP_METRICS, ComparedRun, Metric
 from dpmon.model.comparison_stats import Change, estimate_change
-from dpmon.model.mode_comparison import MAX_UNCERTAINTY, MIN_STEPS, duration_or_none
+from dpmon.model.mode_comparison import MIN_STEPS, duration_or_none
 from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import OTHER_SIZES
-from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_factor, format_percent
+from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_factor
 
 SIDES = ("A", "B")
-MEASURED_CONDITIONS: Mapping[str, tuple[float, Callable[[float], str]]] = {
-    "clock of the GPUs": (30.0, "{:.0f} MHz".format),
-    "throttled": (0.05, format_percent),
-    "processors busy with other work": (0.5, "{:.1f}".format),
-}
-"""Measured conditions: the smallest difference to show, and how to format a value."""
 GATE_METRICS = tuple(metric.name for metric in STEP_METRICS if not metric.name.endswith("_device"))
 QUIET_METRICS = ("fast_step", "cpu_step")
 """Metrics that other work on the machine disturbs less than the mean step."""
@@ -50,6 +44,16 @@ class ComparedMetric(NamedTuple):
         """Return the value of the run on a side, or the median of its runs."""
         known = [value for value in self.values[side] if value is not None]
         return median(known) if known else None
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The typical value of each side, in words."""
+        return self.figure.format(self.typical_value(0)), self.figure.format(self.typical_value(1))
+
+    @property
+    def growth(self) -> float:
+        """How much larger the typical value of the second side is; an unknown value counts as 0."""
+        return (self.typical_value(1) or 0.0) - (self.typical_value(0) or 0.0)
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,12 @@ def _setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRu
         old, new = (dict.fromkeys(value for run in side if (value := run.set_up[label])) for side in (before, after))
         if len(old | new) > 1 or (label == "state" and [*old] != ["finished"]):
             differences.append((label, ", ".join(old) or UNKNOWN, ", ".join(new) or UNKNOWN))
-    for label, (min_difference, format_value) in MEASURED_CONDITIONS.items():
-        values = [[run.measured[label] for run in side if label in run.measured] for side in (before, after)]
-        if all(values):
-            old_median, new_median = map(median, values)
-            if abs(old_median - new_median) >= min_difference:
-                differences.append((label, format_value(old_median), format_value(new_median)))
+    for label, condition in CONDITIONS.items():
+        known = [[number for run in side if (number := run.measured[label]) is not None] for side in (before, after)]
+        if all(known):
+            old_median, new_median = map(median, known)
+            if abs(old_median - new_median) >= condition.min_difference:
+                differences.append((label, condition.format(old_median), condition.format(new_median)))
     return differences
 
 
@@ -194,13 +198,9 @@ def _main_phase(compared: Mapping[str, ComparedMetric]) -> ComparedMetric | None
     step = compared.get(STEP)
     if step is None or step.change is None or not step.change.sign:
         return None
-    sign = step.change.sign
-
-    def growth(row: ComparedMetric) -> float:
-        return sign * ((row.typical_value(1) or 0.0) - (row.typical_value(0) or 0.0))
-
-    largest = max((compared[name] for name in (*STEP_PHASES, BETWEEN) if name in compared), key=growth, default=None)
-    return None if largest is None or growth(largest) <= 0 else largest
+    sign, phases = step.change.sign, [compared[name] for name in (*STEP_PHASES, BETWEEN) if name in compared]
+    largest = max(phases, key=lambda row: row.growth * sign, default=None)
+    return None if largest is None or largest.growth * sign <= 0 else largest
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -240,21 +240,18 @@ def result_sentence(comparison: RunComparison) -> str:
         return f"inconclusive: {step.missing}"
     if change.sign:
         return f"B is {'slower' if change.sign > 0 else 'faster'}: {step_time_text(comparison)}"
-    verdict = f"inconclusive: {step.missing};"
-    if change.low is not None and change.high is not None:
-        if change.low >= 1 / MAX_UNCERTAINTY and change.high <= MAX_UNCERTAINTY:
-            return f"no difference shows: {step_time_text(comparison)}"
-        verdict = "inconclusive, the interval is too wide:"
-    return f"{verdict} {step_time_text(comparison)}"
+    if change.low is None or change.interval is None:
+        return f"inconclusive: {step.missing}; {step_time_text(comparison)}"
+    verdict = "no difference shows" if change.interval.is_close_to_1 else "inconclusive, the interval is too wide"
+    return f"{verdict}: {step_time_text(comparison)}"
 
 
 def change_text(row: ComparedMetric, per: str = "", *, one_sided: bool = False) -> str:
     """Return the values of a metric, its change and its interval. `per`: what follows the values."""
     if row.change is None:
         return row.missing or ""
-    before, after = (row.figure.format(row.typical_value(side)) for side in (0, 1))
     interval_text = format_interval(row.change, one_sided=one_sided)
-    return f"from {before} to {after}{per}, {format_change(row.change.ratio)} [{interval_text}]"
+    return f"from {' to '.join(row.texts)}{per}, {format_change(row.change.ratio)} [{interval_text}]"
 
 
 def step_time_text(comparison: RunComparison, *, one_sided: bool = False) -> str:

@@ -32,7 +32,7 @@ from dpmon.model.run_events import (
     ProcessInfo,
     RunEvents,
 )
-from dpmon.model.slow_steps import SlowSteps, StepUnevenness, read_slow_steps, read_unevenness
+from dpmon.model.slow_steps import SlowSteps, read_slow_steps
 from dpmon.model.step_history import COLUMNS, Column, column_width_s, read_columns, subtract_input_waits
 from dpmon.model.stragglers import RankTimes, Straggler, wait_of
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, RecentRate, read_recent_rate, sample_unevenly
@@ -413,13 +413,6 @@ class Process(LazyFacts):
     def main_tally(self) -> Tally:
         """The steps of the main kind in the time range; an evaluation may take all of it."""
         return self.ranged.tally if self.ranged.kind == self._run.main_kind else Tally()
-
-    @cached_property
-    def uneven(self) -> StepUnevenness | None:
-        """How uneven these steps are, if the median does not represent their speed."""
-        if not self._is_measured:
-            return None
-        return read_unevenness(self._run.store, self.process, self.ranged, self._events.input_waits(self.process))
 
     @cached_property
     def whole(self) -> StepStats:

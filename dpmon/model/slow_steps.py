@@ -1,4 +1,4 @@
-"""The longest training steps in a time range, what was long in each, and whether they make the median misleading.
+"""The longest training steps in a time range, and what was long in each.
 
 A step that is long because it waits for a line of input does not count as slow. The supervisor measures starts and ends
 of these waits to a fraction of a second.
@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import PHASES, REST, STEP
+from dpmon.record.schema import PHASES, REST
 from dpmon.store.loops import find_epoch
-from dpmon.store.quantile_sketch import bin_middle
-from dpmon.store.steps import StepRow, find_first_step_ns, read_longest_steps, read_longest_training_steps
-from dpmon.store.tally import Tally
+from dpmon.store.steps import StepRow, find_first_step_ns, read_longest_training_steps
 
 if TYPE_CHECKING:
     from dpmon.store.step_stats import StepStats
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
 INPUT = "input"
 """Named in place of a phase if waits for input took most of the time."""
 WAITING_TEXT = "waiting for input"
-_APART = 1.25
-"""Largest ratio of mean to median, or of median to mean, without a note."""
-_MAX_LONG_STEPS = 64
-"""Most long steps that are searched for what makes steps uneven."""
 _SHOWN = {**{phase.name: phase.display_name for phase in PHASES}, REST: "forward"}
 
 
@@ -111,71 +105,3 @@ def _slow_step(
 def overlap_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> int:
     """Return how much of the time from `start_ns` to `end_ns` (ns) lies in `spans`, which do not overlap."""
     return sum(max(min(end, end_ns) - max(start, start_ns), 0) for start, end in spans)
-
-
-class StepUnevenness(NamedTuple):
-    """The steps longer than the mean: their share of all steps and of all time (0 to 1), and the cause."""
-
-    steps: float
-    time: float
-    phase: str | None
-    """The phase that makes them long; INPUT if waits for a line of input do, in whichever phase."""
-
-
-def uneven_steps(
-    tally: Tally, longest: Sequence[StepRow], waits: Sequence[tuple[int, int]] = ()
-) -> StepUnevenness | None:
-    """Return how uneven the steps of a tally are; None if mean and median are close.
-
-    `longest`: the longest of these steps; without them, the phase is unknown. `waits`: start and end (ns) of each wait
-    for input.
-    """
-    steps = tally.stat(STEP)
-    mean, center = steps.mean, tally.median(STEP)
-    if not mean or not center or 1 / _APART <= mean / center <= _APART:
-        return None
-    long_bins = {bin_index: count for bin_index, count in steps.counts.items() if bin_middle(bin_index) > mean}
-    count, spent_ns = (
-        sum(long_bins.values()),
-        sum(bin_middle(bin_index) * bin_count for bin_index, bin_count in long_bins.items()),
-    )
-    if not 0 < count < steps.count:
-        return None
-    long_steps = [step for step in longest if step.wall_ns > mean]
-    return StepUnevenness(
-        count / steps.count, min(spent_ns / steps.total, 1.0), _main_excess_phase(tally, long_steps, waits)
-    )
-
-
-def read_unevenness(
-    store: Store, process: int, stats: StepStats, waits: Sequence[tuple[int, int]]
-) -> StepUnevenness | None:
-    """Return how uneven the steps of these metrics are; None if the median represents them."""
-    tally = stats.tally
-    if uneven_steps(tally, (), waits) is None:
-        return None
-    longest = read_longest_steps(store, _MAX_LONG_STEPS, stats.mode, process=process, newest_only=True)
-    unevenness = uneven_steps(tally, longest, waits)
-    if unevenness is not None and unevenness.phase == INPUT:  # count the time of the waits, not of these steps
-        waited = overlap_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
-        return unevenness._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
-    return unevenness
-
-
-def _main_excess_phase(tally: Tally, long_steps: Sequence[StepRow], waits: Sequence[tuple[int, int]]) -> str | None:
-    """Return the phase that explains most of the length of `long_steps`; INPUT if waits for input do; else None."""
-    others = tally.steps - len(long_steps)
-    if not long_steps or others <= 0:
-        return None
-    excess_ns = {}
-    for phase in PHASES:
-        spent_ns = sum(step.phases.get(phase.name, 0) for step in long_steps)
-        if not phase.of_call:
-            excess_ns[phase.name] = (
-                spent_ns / len(long_steps) - max(tally.stat(phase.name).total - spent_ns, 0) / others
-            )
-    name = max(excess_ns, key=lambda each: excess_ns[each])
-    waited_ns = sum(overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long_steps)
-    if 2 * waited_ns > max(excess_ns[name], 1) * len(long_steps):
-        return INPUT
-    return name if 2 * excess_ns[name] > sum(max(ns, 0) for ns in excess_ns.values()) else None

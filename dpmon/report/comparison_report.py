@@ -28,11 +28,11 @@ from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
 from dpmon.store.store_opening import open_store
 from dpmon.text.fact_table import fields_of, ms
-from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun
+from dpmon.text.formatting import UNKNOWN, format_count
 
 SCHEMA = 1
 """Version of the JSON."""
-_RUN_FIELDS = ("id", "name", "directory", "interrupted_steps", "straggler")
+_RUN_FIELDS = ("id", "name", "directory", "straggler")
 _MAX_NODES = 4
 """Most nodes of a run to name."""
 
@@ -102,9 +102,6 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
     if comparison.per_sample:
         texts.append("The steps differ in samples or ranks, so the time per sample of all ranks is compared.")
     texts += [f"{run.name}: {run.unread_warning}." for run in (*before, *after) if run.unread_warning is not None]
-    interrupted = sum(run.interrupted_steps for run in (*before, *after))
-    if interrupted:
-        texts.append(f"{format_count_with_noun(interrupted, 'step')} near a pause or a stall excluded.")
     starts_before, starts_after = ([run.started_unix for run in side] for side in comparison.sides)
     is_one_side_first = max(starts_before) < min(starts_after) or max(starts_after) < min(starts_before)
     if is_one_side_first and not comparison.is_pair:
@@ -126,13 +123,12 @@ def _metric_table(comparison: RunComparison, metrics: Sequence[Metric]) -> list[
 
 
 def _metric_row(row: ComparedMetric) -> tuple[str, ...]:
-    values = (row.figure.format(row.typical_value(side)) for side in (0, 1))
     change = row.change
     if change is None:
-        return (row.figure.label, *values, UNKNOWN, row.missing or "")
+        return (row.figure.label, *row.texts, UNKNOWN, row.missing or "")
     # As in benchstat, a tilde stands for a change that may be none.
     change_text = format_change(change.ratio) if change.sign or change.interval is None else "~"
-    return (row.figure.label, *values, change_text, format_interval(change))
+    return (row.figure.label, *row.texts, change_text, format_interval(change))
 
 
 def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:

@@ -217,12 +217,10 @@ def _phase_cell(eighths: Sequence[str], mono: bool) -> Span:
     return (blocks[lower_eighths], f"phase.{lower}/{upper}")
 
 
-def _column_cells(column: Column, height: int, top: float, style: TerminalStyle, by_mode: bool) -> tuple[Span, ...]:
+def _column_cells(column: Column, height: int, top: float, style: TerminalStyle) -> tuple[Span, ...]:
     glyphs = style.glyphs
     if column.stalled:
         return ((glyphs.hatch, "dim"),) * height
-    if by_mode:
-        return _one_color_column(column, top, height, glyphs, f"mode.{column.mode}")
     if height < _MIN_PHASE_ROWS:
         return _one_color_column(column, top, height, glyphs, f"phase.{_largest_phase(column.phases)}")
     mono = not style.has_color or glyphs.ascii
@@ -236,8 +234,6 @@ def stacked_columns(
     top: float,
     style: TerminalStyle,
     column_count: int = 0,
-    *,
-    by_mode: bool = False,
 ) -> list[Row]:
     """Return a history in `height` rows (the top row first) of `width` cells, on a scale up to `top` ns.
 
@@ -245,12 +241,12 @@ def stacked_columns(
     range. From `_MIN_PHASE_ROWS` rows on, its phases are stacked from below in the order of PHASES, shown by color, or
     by letter without color or in ASCII. In fewer rows, it has the color of its largest phase. Steps too short for the
     scale show the lowest block, or the lower-case letter of their largest phase. Only a column without steps is blank,
-    or hatched if the run was stalled. `by_mode`: draw columns in the colors of their modes, without phases.
+    or hatched if the run was stalled.
     """
     column_count = max(column_count or width, 1)
     shown_columns = list(columns)[:column_count]
     edges = [index * width // column_count for index in range(len(shown_columns) + 1)]
-    columns_of_cells = [_column_cells(column, height, top, style, by_mode) for column in shown_columns]
+    columns_of_cells = [_column_cells(column, height, top, style) for column in shown_columns]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
         cells = (column[row] for column in columns_of_cells)

@@ -22,7 +22,6 @@ from dpmon.model.run_comparison import (
     outcome_sentence,
     result_sentence,
 )
-from dpmon.record.record_types import Event
 from dpmon.report.comparison_report import build_document, comparison_as_json, read_compared_run
 from dpmon.report.plain_text import text_lines
 from dpmon.run.run_directory import load_info
@@ -169,20 +168,17 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     assert equal.outcome.startswith("inconclusive: too few runs (3 vs. 2); from ")
 
 
-def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Path) -> None:
-    stall = {"t_s": 9.0, "since_s": 8.2, "lasted_s": 1.2, "text": "rank 0 stands", "ranks": []}
-    quiet, disturbed = (
-        read_compared_run(a_run(1)),
-        read_compared_run(a_run(1, events=[Event("stall", stall), pause_event(5.2, 60), pause_event(5.8, 60, 0.6)])),
-    )
-    assert quiet.interrupted_steps == 0
-    assert sum(quiet.steps_by_batch.values()) == 400 - 5
-    left = sum(disturbed.steps_by_batch.values())
-    assert 60 <= disturbed.interrupted_steps <= 120  # 4 to 5 seconds with 20 steps
-    assert left + disturbed.interrupted_steps == 400 - 5
-    assert "steps near a pause or a stall excluded" in "\n".join(
-        text_lines(build_document(compare_runs([quiet], [disturbed])), 100)
-    )
+def test_warm_up_steps_are_left_out_and_the_time_of_a_pause_is_in_no_step(state: Path) -> None:
+    training = Training(mode="single", step_ns=SECOND // 20, seed=1)
+    rows = [*training.begin(), *training.run(200), pause_event(training.now / SECOND, 200)]
+    training.now += 7 * SECOND
+    rows += [pause_event(training.now / SECOND, 200, 7.0), *training.run(200)]
+    paused = write_run_directory({0: rows}, seconds=training.now / SECOND)
+    found = compared([a_run(1)], [paused]).found
+    assert [sum(run.steps_by_batch.values()) for side in found.sides for run in side] == [400 - 5, 400 - 5]
+    step = found.compared["step"]
+    assert step.typical_value(1) == pytest.approx(step.typical_value(0), rel=0.01)
+    assert "between" not in found.compared
 
 
 def test_differences_come_first(state: Path) -> None:

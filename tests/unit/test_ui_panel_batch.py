@@ -61,7 +61,7 @@ def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_explained(size: tuple[int, int]) -> None:
+def test_if_few_steps_take_most_time_the_mean_comes_first(size: tuple[int, int]) -> None:
     facts = alternating()
     lines = screen_text(facts, *size).splitlines()
     (panel,) = (line for line in lines if "3 Batch" in line)
@@ -71,8 +71,6 @@ def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_expl
     header = lines[0] if size[0] >= 110 else lines[1]
     steps_per_s = float(header.split("steps/s")[0].split()[-1])
     assert steps_per_s == pytest.approx(1000 / mean, rel=0.05), "what leads is what the speed in the header says"
-    (said,) = (line for line in lines if "uneven steps" in line)
-    assert re.search(r"uneven steps: about [23]\d% take 9\d% of the time, slower in data", said), said
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])

@@ -2,32 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from dpmon.model.findings.device_findings import (
-    find_crowded_cpus,
-    find_idle_devices,
-    find_low_utilization,
-    find_throttling,
-    find_uneven_memory,
-    find_uneven_replicas,
-)
-from dpmon.model.findings.failure_findings import find_failure, find_invalid_losses, find_quiet_end
+from dpmon.model.findings import device_findings, failure_findings, rank_findings, time_findings
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes
-from dpmon.model.findings.rank_findings import find_rank_problems
-from dpmon.model.findings.time_findings import (
-    find_costly_evaluation,
-    find_data_waits,
-    find_dp_overhead,
-    find_gaps_between_steps,
-    find_long_steps,
-    find_recovered_stalls,
-    find_slow_copies,
-    find_slow_dp,
-    find_slowdown,
-    find_uneven_steps,
-)
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.schema import SECOND
 
@@ -35,32 +12,7 @@ MIN_SAVED_SHARE = 0.02
 """A finding is omitted if its advice saves less than this share of the time of steps and between them."""
 _FIRST_KINDS = ("failed", "loss", "quiet", "stall")
 """Kinds that come before all others: the run failed or stood still."""
-_FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
-    *(
-        find_failure,
-        find_data_waits,
-        find_slow_copies,
-        find_slow_dp,
-        find_dp_overhead,
-        find_idle_devices,
-        find_uneven_replicas,
-        find_uneven_memory,
-        find_throttling,
-        find_low_utilization,
-        find_crowded_cpus,
-    ),
-    *(
-        find_slowdown,
-        find_recovered_stalls,
-        find_long_steps,
-        find_uneven_steps,
-        find_gaps_between_steps,
-        find_costly_evaluation,
-        find_quiet_end,
-        find_invalid_losses,
-    ),
-    lambda run: find_rank_problems(run.communication, run.steps),
-)
+_FINDERS = (*failure_findings.FINDERS, *time_findings.FINDERS, *device_findings.FINDERS)
 
 
 def find_all(run: RunAnalysis) -> list[Finding]:
@@ -69,7 +21,8 @@ def find_all(run: RunAnalysis) -> list[Finding]:
     Empty if there are none, or if the run is too short to tell. A finding whose advice saves almost nothing is omitted.
     """
     least_s, elapsed_s = MIN_SAVED_SHARE * run.active_ns / SECOND, run.until_ns / SECOND
-    findings = [finding._replace(elapsed_s=elapsed_s) for find in _FINDERS for finding in find(run)]
+    findings = [finding for find in _FINDERS for finding in find(run)]
+    findings += rank_findings.find_rank_problems(run.communication, run.steps)
 
     def is_worth_it(finding: Finding) -> bool:
         if finding.saves_s is None or finding.kind in _FIRST_KINDS:
@@ -82,7 +35,8 @@ def find_all(run: RunAnalysis) -> list[Finding]:
         affected_s = finding.weight * run.active_ns / SECOND
         return finding.kind in _FIRST_KINDS, affected_s if finding.saves_s is None else finding.saves_s
 
-    return sorted(filter(is_worth_it, findings), key=sort_key, reverse=True)
+    ordered = sorted(filter(is_worth_it, findings), key=sort_key, reverse=True)
+    return [finding._replace(elapsed_s=elapsed_s) for finding in ordered]
 
 
 def _excess_between_steps(run: RunAnalysis) -> float:

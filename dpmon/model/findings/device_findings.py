@@ -7,8 +7,15 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from dpmon.model.findings.finding import Finding
-from dpmon.model.findings.finding_advice import low_utilization_advice
-from dpmon.model.findings.finding_evidence import MIN_STEPS, format_ratio, measured_modes
+from dpmon.model.findings.finding_evidence import (
+    MIN_DATA_SHARE,
+    MIN_STEPS,
+    data_share,
+    format_ratio,
+    measured_modes,
+    most_affected,
+    rank_suffix,
+)
 from dpmon.model.nodes import gpu_name
 from dpmon.text.formatting import format_bytes, format_count_with_noun, format_long_duration, format_percent
 
@@ -32,9 +39,8 @@ includes idle time, because it is measured between two events."""
 MIN_MEMORY_RATIO, MIN_MEMORY_EXCESS_BYTES = 1.25, 512 << 20
 """Smallest ratio of the first GPU's memory to the largest of the others, and smallest excess: a CUDA context alone
 takes 100 MiB or more."""
-MIN_THROTTLED_SHARE = 0.05
-"""Smallest share of the samples: short dips after a burst are usual."""
-MIN_THROTTLE_SAMPLES = 10
+MIN_THROTTLED_SHARE, MIN_THROTTLE_SAMPLES = 0.05, 10
+"""Smallest share of the samples, because short dips after a burst are usual; and fewest samples."""
 MAX_LOW_UTILIZATION_PCT, MIN_UTILIZATION_SAMPLES = 30.0, 20
 """Median share of time (per cent) in which a kernel ran, below which a GPU is reported as idle; and fewest samples."""
 MIN_HOST_SAMPLES = 10
@@ -47,32 +53,27 @@ MIN_LOAD_RATIO = 2.0
 """Load per CPU core: at this ratio, a thread waits as long as it runs."""
 
 
+# ------------------------------------------------------------------------------------------------ replicas
+
+
 def find_idle_devices(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding for each root whose batches leave devices without rows."""
-    for batch in run.batches:
-        if not _is_idle(batch):
-            continue
-        evidence = f"{format_count_with_noun(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
-        weight = batch.idle / batch.devices
+    for batch in filter(_is_idle, run.batches):
+        rows_text = "" if batch.rows is None else format_count_with_noun(batch.rows, "row")
         if batch.rows is not None and batch.rows < batch.devices:
-            yield Finding(
-                "small batch",
-                f"The batch of {batch.root} ({format_count_with_noun(batch.rows, 'row')}) is smaller than the"
-                f" {batch.devices} devices: {batch.idle} of them {'stays' if batch.idle == 1 else 'stay'} idle.",
-                evidence,
-                f"a batch of {batch.devices} rows or more, or fewer devices",
-                weight,
+            kind, advice = "small batch", f"a batch of {batch.devices} rows or more, or fewer devices"
+            text = (
+                f"The batch of {batch.root} ({rows_text}) is smaller than the {batch.devices} devices: {batch.idle} of"
             )
-            continue
-        rows = "" if batch.rows is None else f": {batch.rows} rows do not make {batch.devices} chunks of one size"
-        yield Finding(
-            "idle",
-            f"{batch.idle} of {batch.devices} devices {'receives' if batch.idle == 1 else 'receive'} no rows of"
-            f" {batch.root}{rows}.",
-            evidence,
-            f"a batch that {batch.devices} divides (torch.chunk makes chunks of one size, rounded up)",
-            weight,
-        )
+            text += " them stays idle." if batch.idle == 1 else " them stay idle."
+        else:
+            kind = "idle"
+            advice = f"a batch that {batch.devices} divides (torch.chunk makes chunks of one size, rounded up)"
+            receive = "receives" if batch.idle == 1 else "receive"
+            text = f"{batch.idle} of {batch.devices} devices {receive} no rows of {batch.root}"
+            text += f": {rows_text} do not make {batch.devices} chunks of one size." if rows_text else "."
+        evidence = f"{format_count_with_noun(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
+        yield Finding(kind, text, evidence, advice, batch.idle / batch.devices)
 
 
 def _is_idle(batch: IdleDeviceCounts) -> bool:
@@ -90,38 +91,35 @@ def find_uneven_replicas(run: RunAnalysis) -> Iterator[Finding]:
         batch = batches.get(root)
         if len(replicas) < 2 or (batch is not None and _is_idle(batch)):
             continue  # the finding about idle devices already explains this batch
-        uneven = list(_uneven_rows(root, replicas, batch.devices if batch is not None else len(replicas)))
-        yield from uneven or _uneven_times(root, replicas)
+        rows = [replica.rows for replica in replicas if replica.rows is not None]
+        if len(rows) == len(replicas) and min(rows) < MIN_EVEN_ROWS_RATIO * max(rows):
+            yield Finding(
+                "uneven",
+                f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
+                "the most frequent split over"
+                f" {format_count_with_noun(max(replica.calls for replica in replicas), 'call')}",
+                f"a batch that {len(replicas) if batch is None else batch.devices} divides: the fullest replica sets"
+                " the pace",
+                (1 - min(rows) / max(rows)) / len(replicas),
+            )
+        # Virtual replicas share CPU cores, so their times depend on the order in which they run.
+        elif not any(replica.virtual for replica in replicas):
+            yield from _find_uneven_times(root, replicas)
 
 
-def _uneven_rows(root: str, replicas: list[ReplicaStats], devices: int) -> Iterator[Finding]:
-    rows = [replica.rows for replica in replicas if replica.rows is not None]
-    largest = max(rows, default=0)
-    if len(rows) == len(replicas) and largest and min(rows) < MIN_EVEN_ROWS_RATIO * largest:
-        yield Finding(
-            "uneven",
-            f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
-            "the most frequent split over"
-            f" {format_count_with_noun(max(replica.calls for replica in replicas), 'call')}",
-            f"a batch that {devices} divides: the fullest replica sets the pace",
-            (1 - min(rows) / largest) / len(replicas),
-        )
-
-
-def _uneven_times(root: str, replicas: list[ReplicaStats]) -> Iterator[Finding]:
+def _find_uneven_times(root: str, replicas: list[ReplicaStats]) -> Iterator[Finding]:
     # The host only queues a GPU's work: prefer device times if those of all devices are known.
     has_device_times = all(replica.on_device.count >= MIN_STEPS for replica in replicas)
+    source = "device" if has_device_times else "host"
     medians = [((replica.on_device if has_device_times else replica.time).median, replica) for replica in replicas]
     timed = [(median, replica) for median, replica in medians if median]
-    # Virtual replicas share CPU cores, so their times depend on the order in which they run.
-    if len(timed) < 2 or any(replica.virtual for _, replica in timed):
+    if len(timed) < 2:
         return
     slowest, slow = max(timed, key=itemgetter(0))
     fastest, fast = min(timed, key=itemgetter(0))
     if has_device_times and slowest <= MAX_HOST_BOUND_RATIO * (slow.time.median or 0):
         return  # the host limits these devices: its threads queue work one after the other
     if slowest >= MIN_UNEVEN_TIME_RATIO * fastest:
-        source = "device" if has_device_times else "host"
         yield Finding(
             "uneven",
             f"Replica {slow.replica} of {root} ({slow.device}) takes {format_ratio(slowest, fastest)} as long"
@@ -133,20 +131,19 @@ def _uneven_times(root: str, replicas: list[ReplicaStats]) -> Iterator[Finding]:
         )
 
 
+# ------------------------------------------------------------------------------------------------ GPUs
+
+
 def find_uneven_memory(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if the first GPU uses more memory than the others."""
+    has_dp = any(stats.mode == "dp" for stats in run.modes)
     memory_by_device = _memory_by_device(run)
-    if len(memory_by_device) < 2:
+    # A model that the script spreads over devices need not fill them alike.
+    if len(memory_by_device) < 2 or not (has_dp or run.names):
         return
     (first_name, first_bytes), *others = memory_by_device
     other_name, other_bytes = max(others, key=itemgetter(1))
-    has_dp = any(stats.mode == "dp" for stats in run.modes)
-    # A model that the script spreads over devices need not fill them alike.
-    if (
-        (has_dp or run.names)
-        and first_bytes >= MIN_MEMORY_RATIO * other_bytes
-        and first_bytes - other_bytes >= MIN_MEMORY_EXCESS_BYTES
-    ):
+    if first_bytes >= max(MIN_MEMORY_RATIO * other_bytes, other_bytes + MIN_MEMORY_EXCESS_BYTES):
         yield Finding(
             "fuller",
             f"{first_name} uses more memory than the other GPUs: {format_bytes(first_bytes)}, the others at most"
@@ -169,10 +166,10 @@ def _memory_by_device(run: RunAnalysis) -> list[tuple[str, float]]:
         return [(_device_name(device, run), device.mem_run_max or 0.0) for device in run_devices]
     totals = []
     for row in run.memory:
-        parts = (row.model, row.gradients, row.optimizer, row.rest)
-        is_complete = None not in parts and all(known == row.processes for known in row.known)
+        parts = [part for part in (row.model, row.gradients, row.optimizer, row.rest) if part is not None]
+        is_complete = len(parts) == 4 and all(known == row.processes for known in row.known)
         if row.device.startswith("cuda") and is_complete:
-            totals.append((row.device, float(sum(part or 0 for part in parts))))
+            totals.append((row.device, float(sum(parts))))
     return totals
 
 
@@ -184,24 +181,33 @@ def _device_name(device: DeviceUsage, run: RunAnalysis) -> str:
 def find_throttling(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding for each GPU that was throttled."""
     for device in run.devices:
-        if device.of_run is False or device.throttle_samples < MIN_THROTTLE_SAMPLES or not device.throttled:
+        samples = device.throttle_samples
+        if device.of_run is False or samples < MIN_THROTTLE_SAMPLES or not device.throttled:
             continue
         reason, count = max(device.throttled.items(), key=itemgetter(1))
-        share = count / device.throttle_samples
-        if share >= MIN_THROTTLED_SHARE:
+        extremes = "" if device.temperature_max is None else f", at most {device.temperature_max:.0f} °C"
+        extremes += "" if device.power_max is None else f", {device.power_max:.0f} W"
+        if count >= MIN_THROTTLED_SHARE * samples:
+            share_text = format_percent(count / samples)
             yield Finding(
                 "throttled",
-                f"{_device_name(device, run)} was throttled in {format_percent(share)} of the samples: {reason}.",
-                f"{count} of {device.throttle_samples} samples"
-                + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
-                + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),
+                f"{_device_name(device, run)} was throttled in {share_text} of the samples: {reason}.",
+                f"{count} of {samples} samples{extremes}",
                 "cooling and airflow for heat; the power limit (nvidia-smi -q -d POWER) for power",
-                share / 2,
+                count / samples / 2,
             )
 
 
 def find_low_utilization(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding for each GPU that was idle most of the time."""
+    waiting = max(most_affected(run, data_share, MIN_DATA_SHARE), key=data_share, default=None)
+    advice = (
+        "fewer and larger kernels, if the host is the limit: torch.compile, CUDA graphs; larger batches change the"
+        " training itself (learning rate)"
+    )
+    if waiting is not None:
+        share = format_percent(data_share(waiting))
+        advice = f"the loader first: the steps{rank_suffix(waiting)} wait for data {share} of step time"
     for device in run.devices:
         if device.of_run is not True or device.util_median is None or len(device.util) < MIN_UTILIZATION_SAMPLES:
             continue
@@ -210,24 +216,29 @@ def find_low_utilization(run: RunAnalysis) -> Iterator[Finding]:
                 "low use",
                 f"{_device_name(device, run)} was idle most of the time.",
                 f"a kernel ran in {device.util_median:.0f}% of the time (median of {len(device.util)} samples)",
-                low_utilization_advice(run),
+                advice,
                 (100 - device.util_median) / 200,
             )
+
+
+# ------------------------------------------------------------------------------------------------ host
 
 
 def find_crowded_cpus(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if the CPU cores are too few for the run itself."""
     host = _busy_host(run)
-    if host is None or _is_used_by_others(host):
+    if host is None or _is_used_by_others(host) or host.load is None or host.load < MIN_LOAD_RATIO * host.cpus:
         return
-    if host.load is not None and host.load >= MIN_LOAD_RATIO * host.cpus:
-        yield Finding(
-            "crowded",
-            f"CPU oversubscribed: a load of {host.load:.0f} on {_core_count_text(host)}.",
-            _cpu_evidence(host),
-            "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers: at most one per core in total",
-            0.3,
-        )
+    cores = format_count_with_noun(host.cpus, "core")
+    node_text = f" on {host.machines} nodes" if host.machines > 1 else ""
+    yield Finding(
+        "crowded",
+        f"CPU oversubscribed: a load of {host.load:.0f} on {cores}.",
+        f"CPU {host.cpu_pct:.0f}% in use, {host.own:.1f} of {cores} by this run, load {host.load:.1f} (medians of"
+        f" {host.samples:,} samples{node_text})",
+        "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers: at most one per core in total",
+        0.3,
+    )
 
 
 def busy_cpus_note(run: RunAnalysis) -> list[str]:
@@ -235,9 +246,8 @@ def busy_cpus_note(run: RunAnalysis) -> list[str]:
     host = _busy_host(run)
     if host is None or not _is_used_by_others(host):
         return []
-    whose = "the host's" if host.machines == 1 else "the nodes'"
-    per_node = "" if host.machines == 1 else " per node"
-    cores = f"a median of {host.others:.1f} of {_core_count_text(host)}{per_node}"
+    whose, per_node = ("the host's", "") if host.machines == 1 else ("the nodes'", " per node")
+    cores = f"a median of {host.others:.1f} of {format_count_with_noun(host.cpus, 'core')}{per_node}"
     return [f"other processes are using {whose} CPUs: {cores}; times on a quieter machine will differ"]
 
 
@@ -252,14 +262,7 @@ def _is_used_by_others(host: HostUsage) -> bool:
     return host.others >= MIN_OTHERS_SHARE * host.cpus
 
 
-def _core_count_text(host: HostUsage) -> str:
-    return "1 core" if host.cpus == 1 else f"{host.cpus} cores"
-
-
-def _cpu_evidence(host: HostUsage) -> str:
-    load = f", load {host.load:.1f}" if host.load is not None else ""
-    node_text = f" on {host.machines} nodes" if host.machines > 1 else ""
-    return (
-        f"CPU {host.cpu_pct:.0f}% in use, {host.own:.1f} of {_core_count_text(host)} by this run{load} (medians of"
-        f" {host.samples:,} samples{node_text})"
-    )
+FINDERS = (
+    *(find_idle_devices, find_uneven_replicas, find_uneven_memory),
+    *(find_throttling, find_low_utilization, find_crowded_cpus),
+)

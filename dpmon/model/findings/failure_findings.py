@@ -23,45 +23,36 @@ INVALID_LOSS_TEXTS = {"nan": "not a number (NaN)", "inf": "infinite", "-inf": "m
 
 
 def find_quiet_end(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if the run continued (or still continues) long after its last step."""
+    """Yield a finding if the run continued long after its last step, or if a live run is stalled for long."""
     measured = list(measured_modes(run))
     if run.last_step_ns is None or not measured:
         return
-    until_ns = run.until_ns
     # Pauses and waits for input do not count as idle.
-    input_waits = [(start, end) for _, start, end in run.announced.inputs]
-    waited_ns = overlap_ns(input_waits, run.last_step_ns, until_ns)
-    paused_ns = overlap_ns(run.paused, run.last_step_ns, until_ns)
-    quiet_ns = until_ns - run.last_step_ns - paused_ns - waited_ns
+    paused_ns = overlap_ns(run.paused, run.last_step_ns, run.until_ns)
+    waited_ns = overlap_ns([(start, end) for _, start, end in run.announced.inputs], run.last_step_ns, run.until_ns)
+    quiet_ns = run.until_ns - run.last_step_ns - paused_ns - waited_ns
+    quiet_text = format_long_duration(run.until_ns - run.last_step_ns)
     exclusions = f", {format_long_duration(paused_ns)} of it paused" if paused_ns else ""
     exclusions += f", {format_long_duration(waited_ns)} of it {WAITING_TEXT}" if waited_ns else ""
-    last_step_text = f"the last one at {format_elapsed(run.last_step_ns)}"
+    evidence = f"the last one at {format_elapsed(run.last_step_ns)}"
     stall = final_stall(run.announced.stalls, run.last_step_ns)
-    if stall is not None and run.end_ns is None and stall.end_ns is not None:
-        stall = None
     if run.end_ns is None:
         longest_median_ns = max(mode.median_ns or 0 for mode in measured)
-        if stall is not None and quiet_ns >= max(MIN_QUIET_NS, _MIN_QUIET_STEPS * longest_median_ns):
-            yield Finding(
-                "quiet",
-                f"No step has finished for {format_long_duration(until_ns - run.last_step_ns)}{exclusions}.",
-                f"{last_step_text}; {stall.text}",
-                "dpmon why shows the stack of each process, the odd one first",
-                1.0,
-            )
+        if stall is None or stall.end_ns is not None:
+            return
+        if quiet_ns >= max(MIN_QUIET_NS, _MIN_QUIET_STEPS * longest_median_ns):
+            text, advice = f"No step has finished for {quiet_text}{exclusions}.", "dpmon why shows the stack of each"
+            yield Finding("quiet", text, f"{evidence}; {stall.text}", f"{advice} process, the odd one first", 1.0)
         return
     run_ns = run.end_ns - sum(end - start for start, end in run.paused)
     if quiet_ns >= max(MIN_QUIET_NS, MIN_QUIET_SHARE * run_ns):
-        stall_text = "" if stall is None else f"; {stall.text}"
-        yield Finding(
-            "quiet",
-            f"No step finished in the last {format_long_duration(until_ns - run.last_step_ns)} of the run{exclusions}.",
-            f"{last_step_text}, the end at {format_elapsed(run.end_ns)}{stall_text}",
-            "the end of the script's output says whether it saved, evaluated or hung"
-            if stall is None
-            else "dpmon why shows the stack of each process at that time, the odd one first",
-            quiet_ns / run_ns,
-        )
+        evidence += f", the end at {format_elapsed(run.end_ns)}"
+        advice = "the end of the script's output says whether it saved, evaluated or hung"
+        if stall is not None:
+            evidence += f"; {stall.text}"
+            advice = "dpmon why shows the stack of each process at that time, the odd one first"
+        text = f"No step finished in the last {quiet_text} of the run{exclusions}."
+        yield Finding("quiet", text, evidence, advice, quiet_ns / run_ns)
 
 
 def find_failure(run: RunAnalysis) -> Iterator[Finding]:
@@ -90,19 +81,20 @@ def find_invalid_losses(run: RunAnalysis) -> Iterator[Finding]:
 
     Only one value per second is read, so earlier losses may also be.
     """
-    for first in run.first_invalid_losses[:1]:
-        step = "a step" if first.step is None else f"step {first.step:,}"
-        others = {process_suffix(loss.process, run) for loss in run.first_invalid_losses} - {
-            process_suffix(first.process, run)
-        }
-        others_text = f"; also seen in losses{','.join(sorted(others))}" if others else ""
-        yield Finding(
-            "loss",
-            f"The loss{process_suffix(first.process, run)} is {INVALID_LOSS_TEXTS[repr(first.loss)]}: seen at {step}"
-            f" ({first.place}).",
-            f"at {format_elapsed(first.t_ns)}; at most one loss per second is read, so an earlier step may be the"
-            f" first{others_text}",
-            "look at the last steps before it: the learning rate, a division by zero or log(0), half precision without"
-            " a GradScaler; torch.autograd.set_detect_anomaly(True) names the operation",
-            1.0,
-        )
+    if not run.first_invalid_losses:
+        return
+    first, names = run.first_invalid_losses[0], [process_suffix(loss.process, run) for loss in run.first_invalid_losses]
+    step = "a step" if first.step is None else f"step {first.step:,}"
+    others = ",".join(sorted({*names} - {names[0]}))
+    yield Finding(
+        "loss",
+        f"The loss{names[0]} is {INVALID_LOSS_TEXTS[repr(first.loss)]}: seen at {step} ({first.place}).",
+        f"at {format_elapsed(first.t_ns)}; at most one loss per second is read, so an earlier step may be the first"
+        + (f"; also seen in losses{others}" if others else ""),
+        "look at the last steps before it: the learning rate, a division by zero or log(0), half precision without"
+        " a GradScaler; torch.autograd.set_detect_anomaly(True) names the operation",
+        1.0,
+    )
+
+
+FINDERS = (find_failure, find_quiet_end, find_invalid_losses)

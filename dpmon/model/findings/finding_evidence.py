@@ -49,16 +49,12 @@ def mode_suffix(stats: ModeStats, run: RunAnalysis) -> str:
 
 
 def format_phase_times(stats: ModeStats, name: str) -> str:
-    """Return the median and p95 of a phase as text."""
+    """Return the median and p95 of a phase as text, and its median on the device if it is known."""
     phase = stats.phase(name)
     if phase is None:
         return "did not run"
-    return f"median {format_long_duration(phase.median_ns)}, p95 {format_long_duration(phase.p95_ns)}"
-
-
-def format_sample_basis(stats: ModeStats) -> str:
-    """Return the median step, to which shares refer, and the number and the process of the steps."""
-    return f"step median {format_long_duration(stats.median_ns)} over {stats.steps:,} steps{rank_suffix(stats)}"
+    text = f"median {format_long_duration(phase.median_ns)}, p95 {format_long_duration(phase.p95_ns)}"
+    return f"{text}, on the device median {format_long_duration(phase.device_ns)}" if is_timed(phase) else text
 
 
 def process_suffix(process: int, run: RunAnalysis) -> str:

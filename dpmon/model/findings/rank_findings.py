@@ -53,26 +53,32 @@ _SLOW_PHASE = {
 _NO_PHASE = "look for a difference on that rank: its GPU, clocks, other processes on its host, its share of the data"
 
 
-def find_rank_problems(communication: Communication | None, steps: float | None = None) -> Iterator[Finding]:
-    """Yield all findings about ranks; none for None.
+def find_rank_problems(communication: Communication | None, steps: float | None = None) -> list[Finding]:
+    """Return all findings about ranks; none for None.
 
     `steps`: the number of steps of a rank in the whole run. Without it, nothing is said about what they save.
     """
-    if communication is not None:
-        if steps is not None and communication.unit == "update":  # the means are per update
-            steps *= communication.tally.updates / communication.tally.steps
-        yield from _find_straggler(communication, steps)
-        yield from _find_alternating_waits(communication, steps)
-        yield from _find_script_collectives(communication)
-        yield from _find_exposed_communication(communication, steps)
-        yield from _find_large_last_bucket(communication)
-        yield from _find_unneeded_sync(communication, steps)
-        yield from _find_needless_unused_search(communication)
+    if communication is None:
+        return []
+    if steps is not None and communication.unit == "update":  # the means are per update
+        steps *= communication.tally.updates / communication.tally.steps
+    return [finding for find in _FINDERS for finding in find(communication, steps)]
 
 
 def _saved_s(ns_per_step: float | None, steps: float | None) -> float | None:
     """Return the elapsed time (s) that `steps` steps save; None if one of them is unknown. Ranks step together."""
     return None if ns_per_step is None or steps is None else ns_per_step * steps / SECOND
+
+
+def _has_enough_waits(communication: Communication) -> bool:
+    return communication.step_count_with_waits >= MIN_STEPS
+
+
+def _mean_of_step(communication: Communication, name: str, ns: float | None) -> str:
+    """Return the mean of a time beside that of a step, with the number of steps and ranks, as evidence."""
+    unit, ranks = communication.unit, len(communication.ranks_with_waits)
+    means = f"{name} mean {format_long_duration(ns)}, {unit} mean {format_long_duration(communication.step_ns)}"
+    return f"{means} over {communication.text_of_known_waits} of {ranks} ranks"
 
 
 def _find_straggler(communication: Communication, steps: float | None) -> Iterator[Finding]:
@@ -87,7 +93,7 @@ def _find_straggler(communication: Communication, steps: float | None) -> Iterat
         "straggler",
         f"{text[:1].upper()}{text[1:]}.",
         f"{count_text}; {mean}" if count_text else mean,
-        _NO_PHASE if straggler.phase is None else _SLOW_PHASE.get(straggler.phase, _NO_PHASE),
+        _SLOW_PHASE.get(straggler.phase or "", _NO_PHASE),
         min(straggler.share, 1.0),
         _saved_s(straggler.excess_ns, steps),
     )
@@ -98,112 +104,93 @@ def _find_alternating_waits(communication: Communication, steps: float | None) -
 
     With equal work, every rank would take the mean time.
     """
-    if (
-        communication.straggler is not None
-        or len(communication.ranks_with_waits) < 2
-        or communication.step_count_with_waits < MIN_STEPS
-        or not communication.step_ns
-    ):
+    share = communication.wait_share or 0.0
+    if communication.straggler is not None or len(communication.ranks_with_waits) < 2:
         return
-    waits = [rank.wait_ns or 0.0 for rank in communication.ranks_with_waits]
-    share = sum(waits) / len(waits) / communication.step_ns
-    if share >= MIN_ALTERNATING_WAIT_SHARE:
+    if share >= MIN_ALTERNATING_WAIT_SHARE and _has_enough_waits(communication):
         yield Finding(
             "in turn",
             f"The ranks wait for each other for {format_percent(share)} of step time, not always for the same rank.",
-            f"wait mean {format_long_duration(share * communication.step_ns)},"
-            f" {communication.unit} mean {format_long_duration(communication.step_ns)}"
-            f" over {communication.text_of_known_waits} of {len(waits)} ranks;"
-            " no rank is the slowest unusually often",
+            f"{_mean_of_step(communication, 'wait', communication.wait_ns)}; no rank is the slowest unusually often",
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
-            _saved_s(share * communication.step_ns, steps),
+            _saved_s(communication.wait_ns, steps),
         )
 
 
-def _find_script_collectives(communication: Communication) -> Iterator[Finding]:
+def _find_script_collectives(communication: Communication, _: float | None) -> Iterator[Finding]:
     """Yield a finding about the script's own collectives.
 
     It names no rank, because the time that a rank was blocked in them is unknown.
     """
-    if (
-        not communication.own_collective_names
-        or min((rank.steps for rank in communication.ranks), default=0) < MIN_STEPS
-    ):
-        return
+    names = communication.own_collective_names
     shares = [rank.phases.get("other", 0.0) / rank.step_ns for rank in communication.ranks if rank.step_ns]
-    min_share = min(shares, default=0.0)
-    if len(shares) > 1 and min_share >= MIN_OTHER_PHASE_SHARE:
+    if not names or len(shares) < 2 or min(rank.steps for rank in communication.ranks) < MIN_STEPS:
+        return
+    if min(shares) >= MIN_OTHER_PHASE_SHARE:
         yield Finding(
             "own collectives",
-            f"The ranks may wait for each other in the script's own {communication.own_collective_names}:"
-            f" the script's own work (other) takes at least {format_percent(min_share)} of the step on every rank.",
-            f"{communication.own_collective_names} outside the phases in the newest sampled steps",
+            f"The ranks may wait for each other in the script's own {names}: the script's own work (other) takes at"
+            f" least {format_percent(min(shares))} of the step on every rank.",
+            f"{names} outside the phases in the newest sampled steps",
             "compare when the ranks launched these collectives (dpmon export --kind collective, phase other): the rank"
             " that launched one last (start_s) made the others wait; with such calls after the optimizer's step, `wait`"
             " shows who is late",
-            min_share / 2,
+            min(shares) / 2,
         )
 
 
 def _find_exposed_communication(communication: Communication, steps: float | None) -> Iterator[Finding]:
-    share = communication.exposed_share
-    if share is None or share < MIN_EXPOSED_SHARE or communication.step_count_with_waits < MIN_STEPS:
+    share, wrappers = communication.exposed_share, communication.wrappers
+    if share is None or share < MIN_EXPOSED_SHARE or not _has_enough_waits(communication):
         return
-    advice = ["larger batches (they change the training itself: learning rate)"]
-    if not communication.unsynced:
-        advice.append("gradient accumulation under no_sync")
-    large = sum(wrapper.parameter_bytes or 0 for wrapper in communication.wrappers) >= MIN_LARGE_BYTES
-    # torch's documentation of bf16_compress_hook: it needs NCCL.
-    if large and all(wrapper.comm_hook is None and wrapper.backend == "nccl" for wrapper in communication.wrappers):
-        advice.append("gradients in half precision (bf16_compress_hook)")
-    if large and any(not wrapper.gradient_as_bucket_view for wrapper in communication.wrappers):
-        advice.append("gradient_as_bucket_view=True, which saves a copy")
-    if any(len(wrapper.bucket_bytes) > 1 for wrapper in communication.wrappers):
-        advice.append("another bucket_cap_mb")
+    is_large = sum(wrapper.parameter_bytes or 0 for wrapper in wrappers) >= MIN_LARGE_BYTES
+    advice = {
+        "larger batches (they change the training itself: learning rate)": True,
+        "gradient accumulation under no_sync": not communication.unsynced,
+        # torch's documentation of bf16_compress_hook: it needs NCCL.
+        "gradients in half precision (bf16_compress_hook)": is_large
+        and all(wrapper.comm_hook is None and wrapper.backend == "nccl" for wrapper in wrappers),
+        "gradient_as_bucket_view=True, which saves a copy": is_large
+        and not all(wrapper.gradient_as_bucket_view for wrapper in wrappers),
+        "another bucket_cap_mb": any(len(wrapper.bucket_bytes) > 1 for wrapper in wrappers),
+    }
     yield Finding(
         "exposed",
         f"Exposed communication takes {format_percent(share)} of step time.",
-        f"exposed mean {format_long_duration(communication.exposed_ns)},"
-        f" {communication.unit} mean {format_long_duration(communication.step_ns)}"
-        f" over {communication.text_of_known_waits} of {len(communication.ranks_with_waits)} ranks",
-        "; ".join(advice),
+        _mean_of_step(communication, "exposed", communication.exposed_ns),
+        "; ".join(text for text, applies in advice.items() if applies),
         min(share, 1.0),
         _saved_s(communication.exposed_ns, steps),
     )
 
 
-def _find_large_last_bucket(communication: Communication) -> Iterator[Finding]:
+def _find_large_last_bucket(communication: Communication, _: float | None) -> Iterator[Finding]:
     """Yield a finding if the last bucket is large.
 
     It is averaged after the whole computation, so its communication stays exposed.
     """
-    share = communication.exposed_share
-    if (
-        share is None
-        or share < MIN_BUCKET_EXPOSED_SHARE
-        or communication.step_count_with_waits < MIN_STEPS
-        or len(communication.wrappers) != 1
-    ):
+    share = communication.exposed_share or 0.0
+    if share < MIN_BUCKET_EXPOSED_SHARE or not _has_enough_waits(communication) or len(communication.wrappers) != 1:
         return
     (wrapper,) = communication.wrappers
-    sizes, total = wrapper.bucket_bytes, sum(wrapper.bucket_bytes)
+    sizes, total, cap = wrapper.bucket_bytes, sum(wrapper.bucket_bytes), wrapper.bucket_cap_bytes
     if not total or sizes[-1] < max(MIN_LAST_BUCKET_SHARE * total, MIN_LAST_BUCKET_BYTES):
         return
-    if wrapper.bucket_cap_bytes is not None and sizes[-1] >= 2 * wrapper.bucket_cap_bytes:
+    if cap is not None and sizes[-1] >= 2 * cap:
         return  # torch closes a bucket at its cap: a parameter larger than the cap, which no cap divides
+    held_text = f"The last bucket has {format_percent(sizes[-1] / total)} of the gradients,"
+    if len(sizes) == 1:
+        held_text = "All gradients are in one bucket,"
+    more = "... " if len(sizes) > _MAX_NAMED_BUCKETS else ""
     sizes_text = ", ".join(map(format_bytes, sizes[-_MAX_NAMED_BUCKETS:]))
-    sizes_text = sizes_text if len(sizes) <= _MAX_NAMED_BUCKETS else f"... {sizes_text}"
-    cap_text = "unknown" if wrapper.bucket_cap_bytes is None else format_bytes(wrapper.bucket_cap_bytes)
     yield Finding(
         "bucket",
-        f"The last bucket has {format_percent(sizes[-1] / total)} of the gradients,"
-        " and no computation is left to hide it."
-        if len(sizes) > 1
-        else "All gradients are in one bucket, and no computation is left to hide it.",
-        f"{format_count_with_noun(len(sizes), 'bucket')}: {sizes_text};"
+        f"{held_text} and no computation is left to hide it.",
+        f"{format_count_with_noun(len(sizes), 'bucket')}: {more}{sizes_text};"
         f" exposed mean {format_long_duration(communication.exposed_ns)}, {format_percent(share)} of the step",
-        f"a smaller bucket_cap_mb (now {cap_text}), so that averaging begins earlier and the last bucket is small",
+        f"a smaller bucket_cap_mb (now {'unknown' if cap is None else format_bytes(cap)}), so that averaging begins"
+        " earlier and the last bucket is small",
         share / 2,
     )
 
@@ -221,7 +208,9 @@ def _find_unneeded_sync(communication: Communication, steps: float | None) -> It
     # A rank that is always slow stays slow; waits for changing ranks may even out over the passes.
     waits = 0.0 if communication.straggler is not None else communication.wait_share or 0.0
     share = min((communication.exposed_share or 0.0) * (1 - 1 / passes_per_update) + waits, 1.0)
-    has_times = communication.step_count_with_waits >= MIN_STEPS and communication.step_ns is not None
+    saved_ns = None
+    if _has_enough_waits(communication) and communication.step_ns is not None:
+        saved_ns = share * communication.step_ns
     yield Finding(
         "accumulation",
         f"Gradients are averaged {passes_per_update:.1f} times per update.",
@@ -229,11 +218,11 @@ def _find_unneeded_sync(communication: Communication, steps: float | None) -> It
         f" {format_count(updates)} updates of the optimizer",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         max(share, _UNKNOWN_WEIGHT),
-        _saved_s(share * (communication.step_ns or 0.0), steps) if has_times else None,
+        _saved_s(saved_ns, steps),
     )
 
 
-def _find_needless_unused_search(communication: Communication) -> Iterator[Finding]:
+def _find_needless_unused_search(communication: Communication, _: float | None) -> Iterator[Finding]:
     steps = communication.tally.steps
     for wrapper in communication.wrappers:
         if wrapper.find_unused_parameters and wrapper.all_used >= MIN_ALL_USED and steps >= MIN_STEPS:
@@ -247,3 +236,9 @@ def _find_needless_unused_search(communication: Communication) -> Iterator[Findi
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _UNKNOWN_WEIGHT,
             )
+
+
+_FINDERS = (
+    *(_find_straggler, _find_alternating_waits, _find_script_collectives, _find_exposed_communication),
+    *(_find_large_last_bucket, _find_unneeded_sync, _find_needless_unused_search),
+)

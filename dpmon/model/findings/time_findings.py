@@ -1,4 +1,7 @@
-"""Findings about the time of steps and phases."""
+"""Findings about the time of steps and phases, with advice that the run's metrics support.
+
+Other advice can make a training slower: worker processes for fetches of 100 us, or fewer threads on idle CPU cores.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dpmon.model.findings.finding import Finding
-from dpmon.model.findings.finding_advice import copy_advice, data_advice, step_variance_advice, worker_restarts
 from dpmon.model.findings.finding_evidence import (
     MIN_DATA_SHARE,
     MIN_STEPS,
@@ -14,7 +16,6 @@ from dpmon.model.findings.finding_evidence import (
     format_elapsed_share,
     format_phase_times,
     format_ratio,
-    format_sample_basis,
     is_timed,
     measured_modes,
     mode_suffix,
@@ -27,13 +28,14 @@ from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
-from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, STEP, STEP_PHASES
 from dpmon.store.steps import StepRow
 from dpmon.text.formatting import format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
+    from dpmon.model.device_usage import HostUsage
     from dpmon.model.mode_stats import ModeStats
+    from dpmon.model.run_events import LoaderStart
 
 MIN_COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -55,26 +57,29 @@ MIN_EVALUATION_SHARE = 0.2
 """Smallest share of active time to report."""
 MIN_WORKERS_SHARE = 0.5
 """If starting workers takes at least this share of the gaps, the finding names it."""
-
-_VIRTUAL_ADVICE = "measure on GPUs first: virtual replicas share the CPU cores of this machine"
-_LONG_STEP_ADVICE = {
-    "data": "look for what delayed the loader: a cold cache, a slow disk or network",
-    "copy": "look at what the copy waited for: the device's other work, or memory to be pinned",
-    "forward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
-    " device",
-    "backward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
-    " device",
-    "sync": "look for a rank that the others waited for, or a slow network between them",
-    "optimizer": "look for a synchronization in the optimizer or its scheduler",
-    "other": "look at the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
-}
+WORTH_A_WORKER_NS = 1_000_000
+"""Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
+MIN_IDLE_CORES = 0.5
+"""Fewest idle CPU cores (median) for another worker. With fewer, a worker that computes slows the training."""
+MIN_FETCH_CPU_SHARE = 0.5
+"""Fetches that compute keep CPU cores busy. If the CPU time of the whole run is less than this share of its time in
+fetches, the fetches mostly wait. More workers can then wait at the same time."""
+RARE_FETCH_RATIO = 3.0
+"""Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
+LONG_STEP_SHARE = 0.05
+"""Share of the steps that are at least as long as their 95th percentile. Inputs that are rarer do not explain it."""
 
 
-def _is_only_rank_waiting(straggler: Straggler, stats: ModeStats) -> bool:
-    """Return whether waits for data make the straggler slow, while the other ranks hardly wait for data."""
-    if straggler.phase != "data" or straggler.others_ns is None or stats.mean_ns is None or straggler.steps < MIN_STEPS:
-        return False
-    return straggler.others_ns < MIN_DATA_SHARE * stats.mean_ns
+# ------------------------------------------------------------------------------------------------ phases of every step
+
+
+def _phase_finding(
+    kind: str, stats: ModeStats, phases: tuple[str, ...], share: float, text: str, advice: str, more: str = ""
+) -> Finding:
+    """Return a finding about phases that take much of every step of a process. `more`: evidence beside their times."""
+    times = "".join(f"{name} {format_phase_times(stats, name)}; " for name in phases)
+    steps = f"step median {format_long_duration(stats.median_ns)} over {stats.steps:,} steps{rank_suffix(stats)}"
+    return Finding(kind, text, f"{times}{steps}{more}", advice, share, time_of_share(stats, share))
 
 
 def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
@@ -82,36 +87,83 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
 
     Device times count if they are known: a device may still have queued work while the host waits.
     """
-    communication = run.communication
-    straggler = None if communication is None else communication.straggler
     for stats in most_affected(run, data_share, MIN_DATA_SHARE):
-        if straggler is not None and _is_only_rank_waiting(straggler, stats):
+        if _is_only_straggler_waiting(run, stats):
             continue  # the finding about the slow ranks names the cause
-        data, share, device_text = stats.phase("data"), data_share(stats), ""
+        data, share, more = stats.phase("data"), data_share(stats), ""
+        subject = stats.process_name or "the training"
         if data is not None and is_timed(data):
-            device_text = f", on the device median {format_long_duration(data.device_ns)}"
-            subject = f"The GPU{rank_suffix(stats)}"
-        else:
-            name = stats.process_name or "the training"
-            subject = name[:1].upper() + name[1:]
-        yield Finding(
-            "data",
-            f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time.",
-            f"data {format_phase_times(stats, 'data')}{device_text};"
-            f" {format_sample_basis(stats)}{_affected_processes_text(stats, run)}",
-            data_advice(stats, run),
-            share,
-            time_of_share(stats, share),
+            subject = f"the GPU{rank_suffix(stats)}"
+        if stats.process_name is not None:
+            modes = [other.settled_stats for other in (*run.modes, *run.other_process_modes)]
+            shares = [data_share(other) for other in modes if other.mode == stats.mode]
+            affected = sum(other_share >= MIN_DATA_SHARE for other_share in shares)
+            more = f"; {format_percent(MIN_DATA_SHARE)} or more in {affected:,} of {len(shares):,} processes"
+        text = f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time."
+        text = text[:1].upper() + text[1:]
+        yield _phase_finding("data", stats, ("data",), share, text, _data_advice(stats, run), more)
+
+
+def _is_only_straggler_waiting(run: RunAnalysis, stats: ModeStats) -> bool:
+    """Return whether waits for data make the straggler slow, while the other ranks hardly wait for data."""
+    straggler = None if run.communication is None else run.communication.straggler
+    if straggler is None or straggler.phase != "data" or straggler.steps < MIN_STEPS:
+        return False
+    if straggler.others_ns is None or stats.mean_ns is None:
+        return False
+    return straggler.others_ns < MIN_DATA_SHARE * stats.mean_ns
+
+
+def _data_advice(stats: ModeStats, run: RunAnalysis) -> str:
+    fetch = stats.phase("data")
+    median = None if fetch is None else fetch.median_ns
+    mean = None if fetch is None or fetch.share is None or stats.mean_ns is None else fetch.share * stats.mean_ns
+    if median and mean and mean >= RARE_FETCH_RATIO * median:
+        times = f"mean {format_long_duration(mean)}, median {format_long_duration(median)}"
+        few_fetches = f"a few fetches take most of the time ({times})"
+        if _worker_restarts(run, stats.process):
+            return (
+                f"{few_fetches}, such as the first of each epoch, for which workers start:"
+                " persistent_workers=True keeps them"
+            )
+        return f"{few_fetches}: look for samples that take longer, a cold cache, a slow disk or network"
+    if median is not None and median < WORTH_A_WORKER_NS:
+        return (
+            "not more workers: passing a batch between processes costs more than a fetch of"
+            f" {format_long_duration(median)}; fetch larger batches, or index tensors in memory without a DataLoader"
         )
+    host, workers = run.host, "more workers (DataLoader num_workers)"
+    condition = "" if host is not None else ", if CPU cores are idle"
+    keeping = ", with persistent_workers=True" if _later_starts(run, stats.process) else ""
+    if host is None or _has_idle_core(host):
+        return f"{workers}{condition}{keeping}; less work per sample; data on a faster disk"
+    in_use = f"the CPU is {format_percent(host.cpu_pct / 100)} in use"
+    if host.own < MIN_FETCH_CPU_SHARE * stats.phase_share("data") * max(len(run.processes), 1):
+        return (
+            f"{workers}{keeping} if the fetches wait for a disk or network; otherwise end other work: {in_use}, but"
+            f" this run uses only {host.own:.1f} of {host.cpus} cores"
+        )
+    return (
+        f"less work per sample (decoding, augmentation), or data prepared beforehand: {in_use}, so more workers help"
+        " only if the fetches wait for a disk or network"
+    )
 
 
-def _affected_processes_text(stats: ModeStats, run: RunAnalysis) -> str:
-    """Return in how many processes the wait for data reaches MIN_DATA_SHARE; empty for one process."""
-    if stats.process_name is None:
-        return ""
-    same_mode = [other.settled_stats for other in (*run.modes, *run.other_process_modes) if other.mode == stats.mode]
-    affected = sum(data_share(other) >= MIN_DATA_SHARE for other in same_mode)
-    return f"; {format_percent(MIN_DATA_SHARE)} or more in {affected:,} of {len(same_mode):,} processes"
+def _has_idle_core(host: HostUsage) -> bool:
+    return host.cpus * (1 - host.cpu_pct / 100) >= MIN_IDLE_CORES
+
+
+def _later_starts(run: RunAnalysis, process: int) -> list[LoaderStart]:
+    """Return the second and later starts of loaders that keep no workers.
+
+    A loader that is created again for each epoch starts only once, and could not keep its workers.
+    """
+    return [start for start in run.loaders if start.process == process and start.start > 1 and not start.persistent]
+
+
+def _worker_restarts(run: RunAnalysis, process: int) -> list[LoaderStart]:
+    """Return the starts at which a loader of the process started its workers again."""
+    return [start for start in _later_starts(run, process) if start.workers]
 
 
 def find_slow_copies(run: RunAnalysis) -> Iterator[Finding]:
@@ -120,33 +172,60 @@ def find_slow_copies(run: RunAnalysis) -> Iterator[Finding]:
     Only device times count: on the host, a copy may also wait for other work.
     """
 
-    def copy_share(mode: ModeStats) -> float:
-        phase = mode.phase("copy")
-        return (phase.device_share or 0.0) if phase is not None and is_timed(phase) else 0.0
+    def copy_share(stats: ModeStats) -> float:
+        copy = stats.phase("copy")
+        return (copy.device_share or 0.0) if copy is not None and is_timed(copy) else 0.0
 
     for stats in most_affected(run, copy_share, MIN_COPY_SHARE):
-        copy, share = stats.phase("copy"), copy_share(stats)
-        assert copy is not None
-        yield Finding(
-            "copy",
-            f"Copying to the GPU{rank_suffix(stats)}{mode_suffix(stats, run)} takes {format_percent(share)} of step"
-            " time.",
-            f"copy on the device median {format_long_duration(copy.device_ns)}, on the host"
-            f" {format_phase_times(stats, 'copy')}; {format_sample_basis(stats)}",
-            copy_advice(run, stats.process),
-            share,
-            time_of_share(stats, share),
-        )
+        share, where = copy_share(stats), f"{rank_suffix(stats)}{mode_suffix(stats, run)}"
+        text = f"Copying to the GPU{where} takes {format_percent(share)} of step time."
+        advice = ".to(..., non_blocking=True); fewer bytes: copy as uint8 or half precision, and convert on the GPU"
+        loaders = [loader for loader in run.loaders if loader.process == stats.process]
+        if not loaders or not all(loader.pinned for loader in loaders):
+            advice = f"pinned memory (DataLoader pin_memory) with {advice}"
+        yield _phase_finding("copy", stats, ("copy",), share, text, advice)
+
+
+_VIRTUAL_ADVICE = "measure on GPUs first: virtual replicas share the CPU cores of this machine"
+_DP_PHASES = {
+    "replicate": (
+        ("replicate",),
+        "Copying the model to the devices",
+        "larger batches mean fewer copies, but change the training itself (learning rate); DistributedDataParallel"
+        " copies nothing in a step, and may save more than that: try it",
+    ),
+    "transfer": (
+        ("scatter", "gather"),
+        "Scattering inputs and gathering outputs",
+        "compute the loss inside the forward, so that one number is gathered instead of the outputs; pinned memory;"
+        " DistributedDataParallel, which may save more than that",
+    ),
+}
+"""The cost of DataParallel itself, by kind of finding: its phases, their work in words, and what to try."""
+
+
+def find_dp_overhead(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield findings about the cost of DataParallel itself: replicate; scatter and gather."""
+    settled = (stats.settled_stats for stats in run.modes if stats.mode == "dp")
+    for stats in settled:
+        for kind, (phases, work, advice) in _DP_PHASES.items():
+            share = stats.phase_share(*phases)
+            if stats.steps < MIN_STEPS or share < MIN_COPY_SHARE:
+                continue
+            text = f"{work} takes {format_percent(share)} of step time."
+            finding = _phase_finding(kind, stats, phases, share, text, advice)
+            if stats.virtual:
+                text += "  These replicas are virtual: on GPUs the share differs."
+                finding = finding._replace(text=text, advice=_VIRTUAL_ADVICE, saves_s=None)
+            yield finding
 
 
 def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if DataParallel is slower than one device."""
     comparison = run.mode_comparison
-    if comparison is None or comparison.speedup is None:
+    if comparison is None or comparison.speedup is None or comparison.speedup.sign >= 0:
         return
     value, low, high = comparison.speedup
-    if not 0 < low <= high < 1:
-        return
     advice = (
         "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but change the"
         " training itself (learning rate)"
@@ -160,51 +239,28 @@ def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def find_dp_overhead(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield findings about the cost of DataParallel itself: replicate; scatter and gather."""
-    for stats in (stats.settled_stats for stats in run.modes):
-        if stats.mode != "dp" or stats.steps < MIN_STEPS:
-            continue
-        share = stats.phase_share("replicate")
-        virtual_note = "  These replicas are virtual: on GPUs the share differs." if stats.virtual else ""
-        if share >= MIN_COPY_SHARE:
-            yield Finding(
-                "replicate",
-                f"Copying the model to the devices takes {format_percent(share)} of step time.{virtual_note}",
-                f"replicate {format_phase_times(stats, 'replicate')}; {format_sample_basis(stats)}",
-                _VIRTUAL_ADVICE
-                if stats.virtual
-                else "larger batches mean fewer copies, but change the training itself (learning rate);"
-                " DistributedDataParallel copies nothing in a step, and may save more than that: try it",
-                share,
-                None if stats.virtual else time_of_share(stats, share),
-            )
-        share = stats.phase_share("scatter", "gather")
-        if share >= MIN_COPY_SHARE:
-            yield Finding(
-                "transfer",
-                f"Scattering inputs and gathering outputs takes {format_percent(share)} of step time.{virtual_note}",
-                f"scatter {format_phase_times(stats, 'scatter')}; gather {format_phase_times(stats, 'gather')};"
-                f" {format_sample_basis(stats)}",
-                _VIRTUAL_ADVICE
-                if stats.virtual
-                else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
-                " pinned memory; DistributedDataParallel, which may save more than that",
-                share,
-                None if stats.virtual else time_of_share(stats, share),
-            )
+# ------------------------------------------------------------------------------------------------ steps that differ
 
-
-_GROWTH_ADVICE = (
-    "look for lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk,"
-    " other work on the machine"
-)
 _DRIFT_ADVICE = {
     "data": "look at the loader: samples that take longer, a colder cache, a slower disk or network, other work on the"
     " machine",
     "sync": "look at the other ranks, for which these steps wait: one of them may have become slower; or the network",
+    "other": "look for lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller"
+    " disk, other work on the machine",
 }
-"""Advice by the phase that grew most; _GROWTH_ADVICE for the others."""
+"""Advice by the phase that grew most; that of `other` for all other phases."""
+_COMPUTED_SLOWLY = (
+    "look for a shape seen for the first time (compilation, kernel choice), or for another process on the device"
+)
+_LONG_STEP_ADVICE = {
+    "data": "look for what delayed the loader: a cold cache, a slow disk or network",
+    "copy": "look at what the copy waited for: the device's other work, or memory to be pinned",
+    "forward": _COMPUTED_SLOWLY,
+    "backward": _COMPUTED_SLOWLY,
+    "sync": "look for a rank that the others waited for, or a slow network between them",
+    "optimizer": "look for a synchronization in the optimizer or its scheduler",
+    "other": "look at the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
+}
 
 
 def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
@@ -219,18 +275,17 @@ def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
             continue
         medians = {name: (stats.early.median(name), stats.late.median(name)) for name in STEP_PHASES}
         growth_ns = {name: after - (before or 0) for name, (before, after) in medians.items() if after is not None}
-        phase = max(growth_ns, key=lambda name: growth_ns[name], default="")
-        phase_text = ""
-        if phase:
-            before, after = medians[phase]
-            phase_text = f"; {phase} grew most: {format_long_duration(before)}, then {format_long_duration(after)}"
+        phase, phase_text = max(growth_ns, key=lambda name: growth_ns[name], default="other"), ""
+        if phase in growth_ns:
+            before, after = map(format_long_duration, medians[phase])
+            phase_text = f"; {phase} grew most: {before}, then {after}"
         yield Finding(
             "drift",
             f"Steps{rank_suffix(stats)} slowed down{mode_suffix(stats, run)}:"
             f" {format_ratio(late, early)} the initial time by the end.",
             f"median {format_long_duration(early)} over the first third of {stats.steps:,} steps,"
             f" {format_long_duration(late)} over the last{phase_text}",
-            _DRIFT_ADVICE.get(phase, _GROWTH_ADVICE),
+            _DRIFT_ADVICE.get(phase, _DRIFT_ADVICE["other"]),
             1 - early / late,
         )
 
@@ -241,35 +296,46 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
     stats, long_steps = max(by_mode, key=lambda item: sum(step.blame_weight_ns for step in item[1]), default=(None, []))
     if stats is None or not long_steps:
         return
-    long_ns = sum(step.wall_ns for step in long_steps)
+    worst, count, long_ns = long_steps[0], len(long_steps), sum(step.wall_ns for step in long_steps)
     median_ns = stats.median_ns or 0.0
-    typical_ns = median_ns * stats.steps
-    if long_ns < MIN_LONG_STEPS_SHARE * (typical_ns + long_ns) and long_ns < MIN_LONG_STEPS_NS:
+    share = long_ns / (median_ns * stats.steps + long_ns)
+    if share < MIN_LONG_STEPS_SHARE and long_ns < MIN_LONG_STEPS_NS:
         return
-    worst, count, total = long_steps[0], len(long_steps), format_long_duration(long_ns)
     # A lower bound if steps were deleted, or if all steps that were read are long.
     is_lower_bound = count == len(_longest_steps(stats, run)) > 1 or run.store.pruned > 0
     if count > 1:
-        count_text = f"At least {count}" if is_lower_bound else str(count)
-        text = f"{count_text} steps took more than {MIN_LONG_STEP_RATIO}× the median: {total} together."
+        text = (
+            f"{count} steps took more than {MIN_LONG_STEP_RATIO}× the median: {format_long_duration(long_ns)} together."
+        )
     else:
-        count_text = "At least one" if is_lower_bound else "One"
-        text = f"{count_text} step took {total}, {format_ratio(long_ns, median_ns)} the median."
+        text = f"one step took {format_long_duration(long_ns)}, {format_ratio(long_ns, median_ns)} the median."
+    phase = _longest_phase(worst)
+    advice = _LONG_STEP_ADVICE.get(phase, _LONG_STEP_ADVICE["other"])
+    if phase == "backward" and run.names:
+        advice += ", or a rank that the others waited for"
+    elif phase == "data" and _worker_restarts(run, worst.process):
+        advice += ", a new epoch that starts its workers again (persistent_workers=True keeps them)"
     yield Finding(
         "long steps",
-        text,
-        f"the longest: {_step_location(worst, run)}; median {format_long_duration(median_ns)}",
-        _long_step_advice(worst, run),
-        long_ns / (typical_ns + long_ns),
+        f"At least {text}" if is_lower_bound else text[:1].upper() + text[1:],
+        f"the longest: step {worst.step}{process_suffix(worst.process, run)} at {format_elapsed(worst.start_ns)},"
+        f" {format_long_duration(worst.wall_ns)}, {format_long_duration(worst.phases.get(phase, 0))} in {phase};"
+        f" median {format_long_duration(median_ns)}",
+        advice,
+        share,
         None if is_lower_bound else (long_ns - count * median_ns) / SECOND,
     )
 
 
 def _longest_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
-    """Return the longest steps of a process in a mode, the longest first, without those that wait for input."""
-    steps = run.longest_steps[:MAX_LONG_STEPS]
-    own_steps = [step for step in steps if (step.process, step.mode) == (stats.process, stats.mode)]
-    return [step for step in own_steps if not _waits_for_input(step, run)]
+    """Return the longest steps of a process in a mode, the longest first, without those that mostly wait for input."""
+    waits = run.announced.input_waits(stats.process)
+    return [
+        step
+        for step in run.longest_steps[:MAX_LONG_STEPS]
+        if (step.process, step.mode) == (stats.process, stats.mode)
+        and 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) <= step.wall_ns
+    ]
 
 
 def _long_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
@@ -278,6 +344,49 @@ def _long_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
         return []
     least_ns = max(MIN_LONG_STEP_RATIO * stats.median_ns, MIN_LONG_STEP_NS)
     return [step for step in _longest_steps(stats, run) if step.wall_ns >= least_ns]
+
+
+def _longest_phase(step: StepRow) -> str:
+    return max(step.phases, key=lambda name: step.phases[name], default="other")
+
+
+def _spread_ratio(stats: ModeStats) -> float:
+    return (stats.p95_ns or 0.0) / stats.median_ns if stats.median_ns else 0.0
+
+
+def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for each mode whose step times vary widely."""
+    for stats in most_affected(run, _spread_ratio, MIN_SPREAD_RATIO):
+        # If 1 in 20 steps waited for input, that alone explains the p95.
+        is_input_wait = len(run.announced.inputs) >= stats.steps / 20
+        if (stats.p95_ns or 0) < MIN_SPREAD_P95_NS or is_input_wait:
+            continue
+        share, phase = max(((phase.share or 0.0, phase.name) for phase in stats.phases), default=(0.0, "none"))
+        yield Finding(
+            "spread",
+            f"Step times{rank_suffix(stats)} vary widely{mode_suffix(stats, run)}: 1 in 20 steps takes at least"
+            f" {format_ratio(stats.p95_ns, stats.median_ns)} the median.",
+            f"median {format_long_duration(stats.median_ns)}, p95 {format_long_duration(stats.p95_ns)} over"
+            f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes {format_percent(share)} of step time",
+            _spread_advice(run, stats.process, phase),
+            0.3,
+        )
+
+
+def _spread_advice(run: RunAnalysis, process: int, phase: str) -> str:
+    """Return advice for step times of a process that vary widely. `phase`: the phase that takes most of the time."""
+    host = run.host
+    if host is None or _has_idle_core(host):
+        sizes = "batches of similar size; " if run.layouts.usual_input_share(process) <= 1 - LONG_STEP_SHARE else ""
+        return f"{sizes}the longest steps show what {phase} waited for"
+    in_use = f"{host.cpus} CPU cores, which are {format_percent(host.cpu_pct / 100)} in use"
+    if host.others > host.own:
+        return f"end other work: this run uses only {host.own:.1f} of {in_use}"
+    workers = " or loader workers" if any(start.workers for start in run.loaders) else ""
+    return f"fewer threads (OMP_NUM_THREADS){workers}, so that they fit on {in_use}"
+
+
+# ------------------------------------------------------------------------------------------------ outside the steps
 
 
 def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
@@ -290,7 +399,7 @@ def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
         return
     steps = run.stalled_steps
     subject = {0: "A stall is", 1: "A step with a stall is"}.get(steps, f"{steps:,} steps with a stall are")
-    longest = max(stalls, key=lambda stall: (stall.end_ns or 0) - stall.since_ns)
+    longest = max(stalls, key=lambda stall: stall.duration_ns(0))
     yield Finding(
         "stall",
         f"{subject} left out of the metrics: {format_long_duration(stalled_ns)}.",
@@ -301,55 +410,19 @@ def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _waits_for_input(step: StepRow, run: RunAnalysis) -> bool:
-    """Return whether a step mostly waits for a line of input, which is no stall."""
-    waits = run.announced.input_waits(step.process)
-    return 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
-
-
-def _longest_phase(step: StepRow) -> str:
-    """Return the phase that took most of a step."""
-    return max(step.phases, key=lambda name: step.phases[name], default="other")
-
-
-def _step_location(step: StepRow, run: RunAnalysis) -> str:
-    """Return the step, its time, and the phase that took most of it, as text."""
-    process_text, phase = process_suffix(step.process, run), _longest_phase(step)
-    step_text = (
-        f"step {step.step}{process_text} at {format_elapsed(step.start_ns)}, {format_long_duration(step.wall_ns)}"
-    )
-    return f"{step_text}, {format_long_duration(step.phases.get(phase, 0))} in {phase}"
-
-
-def _long_step_advice(step: StepRow, run: RunAnalysis) -> str:
-    phase = _longest_phase(step)
-    if phase == "backward" and run.names:
-        return _LONG_STEP_ADVICE[phase] + ", or a rank that the others waited for"
-    if phase == "data" and worker_restarts(run, step.process):
-        return (
-            _LONG_STEP_ADVICE[phase]
-            + ", a new epoch that starts its workers again (persistent_workers=True keeps them)"
-        )
-    return _LONG_STEP_ADVICE.get(phase, _LONG_STEP_ADVICE["other"])
-
-
 def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if a process spends much time between steps: loaders that start, checkpoints, logging."""
     process, between_ns, active_ns = _most_spent(run, "between")
-    process_gaps = [gap for gap in run.gaps if gap.process == process]
-    if not process_gaps or between_ns < max(MIN_BETWEEN_NS, MIN_BETWEEN_SHARE * active_ns):
+    gaps = [gap for gap in run.gaps if gap.process == process]
+    if not gaps or between_ns < max(MIN_BETWEEN_NS, MIN_BETWEEN_SHARE * active_ns):
         return
-    longest, gap_ns = process_gaps[0], sum(gap.ns for gap in process_gaps)
-    text = "one gap of" if len(process_gaps) == 1 else f"{len(process_gaps)} gaps, the longest"
-    text += f" {format_long_duration(longest.ns)} after step {longest.after_step}"
-    restarts = worker_restarts(run, process)
-    restart_intervals = [(start.start_ns, start.start_ns + start.took_ns) for start in restarts]
-    restart_ns = sum(overlap_ns(restart_intervals, gap.begin_ns, gap.end_ns) for gap in process_gaps)
-    restart_share = restart_ns / gap_ns if gap_ns else 0.0
-    workers_text = ""
-    advice = "look at the script's own work there: a checkpoint, logging"
-    if restart_share >= MIN_WORKERS_SHARE:
-        workers_text = f" Starting the loader's workers takes {format_percent(restart_share)} of it."
+    longest, restarts = gaps[0], _worker_restarts(run, process)
+    starting = [(start.start_ns, start.start_ns + start.took_ns) for start in restarts]
+    starting_ns = sum(overlap_ns(starting, gap.begin_ns, gap.end_ns) for gap in gaps)
+    starting_share = starting_ns / max(sum(gap.ns for gap in gaps), 1)
+    workers_text, advice = "", "look at the script's own work there: a checkpoint, logging"
+    if starting_share >= MIN_WORKERS_SHARE:
+        workers_text = f" Starting the loader's workers takes {format_percent(starting_share)} of it."
         advice = "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
     elif restarts:
         advice += ", a loader that starts its workers again (persistent_workers=True keeps them)"
@@ -357,10 +430,11 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     own_modes = [stats for stats in measured_modes(run) if stats.process == process]
     fetches_s = sum(map(_slow_fetches_s, own_modes)) if restarts else 0.0
     fetches_text = f" and slow fetches {format_long_duration(fetches_s * SECOND)}" if fetches_s else ""
+    count_text = "one gap of" if len(gaps) == 1 else f"{len(gaps)} gaps, the longest"
     yield Finding(
         "between",
         f"The time between steps{process_suffix(process, run)} takes {format_elapsed_share(between_ns, run)}:"
-        f" {text}.{workers_text}",
+        f" {count_text} {format_long_duration(longest.ns)} after step {longest.after_step}.{workers_text}",
         f"between steps {format_long_duration(between_ns)}{fetches_text} of {format_long_duration(run.until_ns)};"
         f" the longest gap at {format_elapsed(longest.begin_ns)}",
         advice,
@@ -380,12 +454,12 @@ def _slow_fetches_s(stats: ModeStats) -> float:
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if the evaluations of a process take much of its time; others may wait for it.
 
-    A single evaluation after the last update cannot be made less often.
+    A single evaluation after the last update cannot be made less often. Evaluations before nearly every update generate
+    its data.
     """
     process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
     least_ns = MIN_EVALUATION_SHARE * active_ns
-    generates_data = "evaluation" in run.store.between_activities
-    if not evaluation_ns or generates_data or evaluation_ns < least_ns:
+    if not evaluation_ns or evaluation_ns < least_ns or "evaluation" in run.store.between_activities:
         return
     if evaluation_ns - run.final_evaluation_ns(process) >= least_ns:
         yield Finding(
@@ -400,32 +474,13 @@ def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
 
 def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
     """Return the training process that spent most time on an activity, that time (ns), and its active time (ns)."""
-    largest = (0, 0, 0)
-    for process in {stats.process for stats in measured_modes(run)}:
-        spent = run.spent_by_process.get(process, {})
-        if spent.get(activity, 0) > largest[1]:
-            active_ns = sum(spent.get(name, 0) for name in ACTIVE)
-            largest = process, spent[activity], active_ns
-    return largest
+    spent_by_process = {stats.process: run.spent_by_process.get(stats.process, {}) for stats in measured_modes(run)}
+    process = max(spent_by_process, key=lambda process: spent_by_process[process].get(activity, 0), default=0)
+    spent = spent_by_process.get(process, {})
+    return process, spent.get(activity, 0), sum(spent.get(name, 0) for name in ACTIVE)
 
 
-def _spread_ratio(stats: ModeStats) -> float:
-    return (stats.p95_ns or 0.0) / stats.median_ns if stats.median_ns else 0.0
-
-
-def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding for each mode whose step times vary widely."""
-    for stats in most_affected(run, _spread_ratio, MIN_SPREAD_RATIO):
-        # If 1 in 20 steps waited for input, that alone explains the p95.
-        is_input_wait = len(run.announced.inputs) >= stats.steps / 20
-        if (stats.p95_ns or 0) >= MIN_SPREAD_P95_NS and not is_input_wait:
-            share, phase = max(((phase.share or 0.0, phase.name) for phase in stats.phases), default=(0.0, "none"))
-            yield Finding(
-                "spread",
-                f"Step times{rank_suffix(stats)} vary widely{mode_suffix(stats, run)}: 1 in 20 steps takes at least"
-                f" {format_ratio(stats.p95_ns, stats.median_ns)} the median.",
-                f"median {format_long_duration(stats.median_ns)}, p95 {format_long_duration(stats.p95_ns)} over"
-                f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes {format_percent(share)} of step time",
-                step_variance_advice(run, stats.process, phase),
-                0.3,
-            )
+FINDERS = (
+    *(find_data_waits, find_slow_copies, find_slow_dp, find_dp_overhead, find_slowdown, find_recovered_stalls),
+    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation),
+)

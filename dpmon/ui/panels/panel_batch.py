@@ -222,10 +222,8 @@ def _phase_table(
     return draw_table(columns, width, style.glyphs.more, keeps_columns=True)
 
 
-def history_rows(
-    screen: ScreenData, process: Process, width: int, height: int, style: TerminalStyle, *, by_mode: bool = False
-) -> list[Row]:
-    """Return a chart with its scale at the left and its time axis below; `by_mode`: columns without their phases."""
+def history_rows(screen: ScreenData, process: Process, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return a chart with its scale at the left and its time axis below."""
     axis = make_time_axis(screen)
     gutter = max(len(format_short_elapsed(axis.start_s * SECOND)) + 1, 8)
     chart_width = width - gutter
@@ -234,7 +232,7 @@ def history_rows(
     bar_height = height - 1 if has_axis else height
     top = scale_top(chart.columns)
     has_values = any(column.count for column in chart.columns)
-    rows = stacked_columns(chart.columns, chart_width, bar_height, top, style, chart.part_count, by_mode=by_mode)
+    rows = stacked_columns(chart.columns, chart_width, bar_height, top, style, chart.part_count)
     labeled_rows: list[Row] = []
     for index, row in enumerate(rows):
         scale_label = ""
@@ -261,8 +259,8 @@ def render_notes(
     style: TerminalStyle,
 ) -> list[Row]:
     """Return at most `max_rows` rows of notes on the stats and the last step."""
-    slow_notes = uneven_steps_note(process) or _longest_step_note(screen, stats)
-    speed_notes = [*_between_steps_note(stats), *slow_notes, *host_waits(stats.disjoint_phases)]
+    longest_notes = _longest_step_note(screen, stats)
+    speed_notes = [*_between_steps_note(stats), *longest_notes, *host_waits(stats.disjoint_phases)]
     texts = [
         *(speed_notes if screen.shown_stall is None else []),
         *timed_steps_note(stats.disjoint_phases),
@@ -284,18 +282,6 @@ def _between_steps_note(stats: StepStats) -> list[str]:
         return []
     share = format_percent(1 - rate.steps_per_s / rate.steps_per_s_within)
     return [f"{share} of the training time is outside the steps: {format_rate(rate)}"]
-
-
-def uneven_steps_note(process: Process) -> list[str]:
-    """Return a note that a few steps take most of the time, and which phase slows them; empty for even steps."""
-    uneven = process.uneven
-    if uneven is None:
-        return []
-    if uneven.phase == INPUT:
-        return [f"{WAITING_TEXT} took {format_percent(uneven.time)} of the time: the mean includes it"]
-    phase_text = f", slower in {uneven.phase}" if uneven.phase is not None else ""
-    steps, time = format_percent(uneven.steps), format_percent(uneven.time)
-    return [f"uneven steps: about {steps} take {time} of the time{phase_text}"]
 
 
 def _longest_step_note(screen: ScreenData, stats: StepStats) -> list[str]:

@@ -56,7 +56,7 @@ def preferred_height(screen: ScreenData) -> int:
     return 5 + max(device_count, 1) + 2 + 2 + comparison.virtual if len(comparison.sides) > 1 else 4
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData, folded: bool) -> tuple[Row, Row]:
     """Return the title and the main numbers."""
     comparison = shown_stats(screen)
     corner: Row = []
@@ -66,7 +66,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple
         text_style = "good" if comparison.outcome == "faster" else "bad"
         baseline_text = "" if folded else " as one device"
         corner = [
-            (align_right(format_factor(comparison.speedup.value, style.glyphs.times), 6), text_style),
+            (align_right(format_factor(comparison.speedup.value, "×"), 6), text_style),
             (f" as fast{baseline_text}", "dim"),
         ]
     elif folded and len(comparison.sides) > 1:
@@ -88,7 +88,7 @@ def render_panel(
     comparison = shown_stats(screen)
     if not comparison.sides:
         return [[(screen.empty_reason("no step was traced", "no step has finished yet"), "dim")]]
-    note_rows = _note_rows(screen, comparison, width, style) if advice else []
+    note_rows = _note_rows(screen, comparison, width) if advice else []
     table = _CompareTable(comparison, width, style)
     max_rows = max(height - len(note_rows), 3)
     main_rows = [table.header_row(), table.step_row(), table.samples_row(), *table.rates_within_rows()]
@@ -149,21 +149,21 @@ class _CompareTable:
 
     def header_row(self) -> Row:
         count = len(self.comparison.devices)
-        dp = f"dp {self.style.glyphs.times}{count}" if count else "dp"
+        dp = f"dp ×{count}" if count else "dp"
         mode_labels = {"single": "single", "dp": dp}
         row: Row = [(" " * self.label_width, "")]
         row += [(align_right(mode_labels[mode], self.cell_width), f"mode.{mode}") for mode in self.modes]
         return [*row, ("  speed-up (95%)", "dim")] if self.comparison.speedup is not None else row
 
     def step_row(self) -> Row:
-        comparison, style = self.comparison, self.style
+        comparison = self.comparison
         steps = {mode: format_duration(side.median_ns) for mode, side in comparison.sides.items()}
         note: Row = []
         if comparison.speedup is not None:
-            value = format_factor(comparison.speedup.value, style.glyphs.times)
+            value = format_factor(comparison.speedup.value, "×")
             low, high = format_factor(comparison.speedup.low, ""), format_factor(comparison.speedup.high, "")
             if comparison.outcome == "even":  # no difference shows: give only the range, not a ratio
-                return self.make_row("median step", steps, "bold", [(f"{low} to {high}{style.glyphs.times}", "dim")])
+                return self.make_row("median step", steps, "bold", [(f"{low} to {high}×", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
             if row_width(note) > self.note_cells:
                 note = [(value, "bold")]
@@ -257,13 +257,13 @@ def _phases_end_to_end(side: StepStats) -> list[Piece]:
     return pieces
 
 
-def _note_rows(screen: ScreenData, comparison: Comparison, width: int, style: TerminalStyle) -> list[Row]:
+def _note_rows(screen: ScreenData, comparison: Comparison, width: int) -> list[Row]:
     """Return the verdict, or why there is none yet, and the caveats."""
     rows: list[Row] = []
     is_full_screen = screen.view.zoom == "compare"
     text = verdict_sentence(comparison)
     refusal = _refusal_note(screen)
-    rows += wrap_to_rows(refusal, width, "wait", None if is_full_screen else _MAX_REFUSAL_ROWS, style.glyphs.more)
+    rows += wrap_to_rows(refusal, width, "wait", None if is_full_screen else _MAX_REFUSAL_ROWS)
     if text is not None:
         rows += wrap_to_rows(text, width, "bold")
     elif len(comparison.sides) == 1 and refusal:

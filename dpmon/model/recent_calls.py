@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Root = tuple[str, str | None]
 _RowInStep = tuple[Step, CallRow]
-CALLS_READ = 256
+CALLS_READ = 64
+"""Newest calls of a process that are read for each picture; their times in the range come from tallies."""
 STEP_CALLS_READ = 64
 PARTS_KEPT = 8
 """Most calls of one root in a step that are shown separately."""

@@ -41,7 +41,7 @@ from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.schema import SECOND, TRAINING, WARM_UP
 from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
 from dpmon.stalls.run_state import StateInputs
-from dpmon.store.collectives import CollectiveSums, LastSample, read_collective_sums, read_last_sample
+from dpmon.store.collectives import CollectiveSums, read_collective_sums
 from dpmon.store.events import newest_event_id, read_newest_memory
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
 from dpmon.store.shapes import read_wrapper_types
@@ -810,22 +810,21 @@ class RunSnapshot(LazyFacts):
             return found
         return found._replace(last_ns=max(found.last_ns, step.start_ns + step.wall_ns))
 
-    def _read_sampled(self) -> tuple[CollectiveSums, int, LastSample | None]:
+    def _read_sampled(self) -> tuple[CollectiveSums, int]:
         focus = self.representative
         if focus is None or not self._other_ranks:
-            return CollectiveSums(), 0, None
+            return CollectiveSums(), 0
         numbers = [focus.process, *(rank.process for rank in self._other_ranks)]
         end_ns = self.newest_ns + 1
         start_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
         sums = read_collective_sums(self.store, start_s * SECOND, end_ns, numbers)
         if not sums.samples:
-            return sums, 0, None
-        sample = read_last_sample(self.store, focus.process, start_s * SECOND)
-        return sums, count_steps(self.store, start_s, end_ns // SECOND + 1, numbers), sample
+            return sums, 0
+        return sums, count_steps(self.store, start_s, end_ns // SECOND + 1, numbers)
 
     @cached_property
-    def sampled(self) -> tuple[CollectiveSums, int, LastSample | None]:
-        """The collectives of sampled steps, the number of all steps in their time, and the newest sampled step.
+    def sampled(self) -> tuple[CollectiveSums, int]:
+        """The collectives of sampled steps and the number of all steps in their time.
 
         With many ranks, they are some seconds old.
         """
@@ -836,7 +835,7 @@ class RunSnapshot(LazyFacts):
         """The communication of the ranks over their last steps; None if they do not train together."""
         if self.representative is None:
             return None
-        collectives, sampled_of, _ = self.sampled
+        collectives, sampled_of = self.sampled
         shown = [rank for rank in self._rank_times if rank.process in self.processes]
         return build_communication(
             shown,
@@ -847,11 +846,6 @@ class RunSnapshot(LazyFacts):
             tally=self.representative.main_tally,
             lately=True,
         )
-
-    @cached_property
-    def last_sample(self) -> LastSample | None:
-        """The newest sampled step of the representative process."""
-        return self.sampled[2]
 
     @property
     def straggler(self) -> Straggler | None:
@@ -929,7 +923,7 @@ class RunSnapshot(LazyFacts):
 _NOTHING: dict[str, Any] = {
     **{name: {} for name in ("processes", "devices", "kind_words", "range_stats", "rank_by_process")},
     **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "drawn", "trained_processes"), ()),
-    **dict.fromkeys(("at_ns", "unfit", "communication", "rank_waits", "last_sample")),
+    **dict.fromkeys(("at_ns", "unfit", "communication", "rank_waits")),
     **dict.fromkeys(("missed", "open_calls"), 0),
     "host": DeviceHistory(),
     "main_kind": TRAINING,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.history_rows import CollectiveRow
-from dpmon.record.record_types import Collective, Operation, Sampled
+from dpmon.record.record_types import Collective, Operation
 from dpmon.record.schema import SECOND
 from dpmon.store.table import CHANGING, NUMBERED, SUM, StoreTable
 from dpmon.store.time_buckets import BEFORE_S
@@ -32,7 +32,6 @@ CREATE TABLE IF NOT EXISTS collectives (
     quantity   INTEGER NOT NULL   -- bytes of a collective, or number of collectives in a sample
 );
 CREATE INDEX IF NOT EXISTS collected ON collectives (start_ns);
-CREATE INDEX IF NOT EXISTS sampled ON collectives (process, start_ns) WHERE definition = 0;
 CREATE INDEX IF NOT EXISTS own ON collectives (start_ns) WHERE {_OWN};
 """
 SUMS_SCHEMA = """
@@ -47,8 +46,6 @@ CREATE TABLE IF NOT EXISTS collective_sums (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS changed_collective_sums ON collective_sums (seq);
 """
-MAX_DRAWN_COLLECTIVES = 128
-"""How many collectives of a sampled step are read for drawing."""
 MAX_OWN_COLLECTIVES = 100
 """How many of the newest collectives that the script itself launched are read."""
 
@@ -87,41 +84,11 @@ class CollectiveSums(NamedTuple):
     """Names of the operations that the script itself launched outside the phases, sorted; from the newest samples."""
 
 
-class LastSample(NamedTuple):
-    """The newest sampled step of a process, with its first collectives."""
-
-    step: int | None
-    start_ns: int
-    wall_ns: int
-    collectives: tuple[Collective, ...]
-    """In order of launch."""
-
-
 def add_collective(batch: WriteBatch, row: CollectiveRow) -> None:
     """Add a collective or a sample, also to the sums of its second."""
     batch.add(COLLECTIVES, row)
     second = batch.second_of(max(row.start_ns, 0))
     batch.add(COLLECTIVE_SUMS, CollectiveSumRow(second, row.process, row.definition, 1, row.quantity))
-
-
-def read_last_sample(store: Store, process: int, start_ns: int) -> LastSample | None:
-    """Return the newest sampled step of a process that began at or after `start_ns`, with its first collectives.
-
-    None if no step was sampled, or if the newest sample has no collectives.
-    """
-    condition = "WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition {} 0 ORDER BY start_ns {} LIMIT ?"
-    values = start_ns, store.until_ns, process, 1
-    samples = COLLECTIVES.select(store.connection, condition.format("=", "DESC"), values)
-    resolver = store.resolver(process)
-    sample = next((resolver.collective(row) for row in samples), None)
-    if not isinstance(sample, Sampled):
-        return None
-    end_ns = min(sample.start_ns + sample.wall_ns, store.until_ns)
-    values = sample.start_ns, end_ns, process, MAX_DRAWN_COLLECTIVES
-    rows = COLLECTIVES.select(store.connection, condition.format(">", ""), values)
-    records = map(resolver.collective, rows)
-    collectives = tuple(record for record in records if isinstance(record, Collective))
-    return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
 
 
 def read_collective_sums(

@@ -36,10 +36,14 @@ _ASCII_SYMBOLS = {
     "×": "x",
     "≤": "<",
     "→": ">",
+    "↓": "v",
     "±": "~",
-    "─": "-",
-    "━": "=",
-    "│": "|",
+    # Marks.
+    **dict(zip("▸●○✗■╱├▲", ">*ox#/|^", strict=True)),
+    # Lines, frames, bars and ranges.
+    **dict(zip("─━╍│╭╮╰╯╶╴╺╸", "-=~|++++||==", strict=True)),
+    "▤": "+",
+    "░": ".",
     # The blocks of the history chart and of tqdm's progress bars.
     **dict(zip("▁▂▃▄▅▆▇█", ".:-=+*##", strict=True)),
     "▉": "#",
@@ -92,17 +96,16 @@ def crop_text(text: str, width: int) -> str:
     return text
 
 
-def truncate(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return `text` in at most `width` cells; truncated text ends with `ellipsis`."""
+def truncate(text: str, width: int) -> str:
+    """Return `text` in at most `width` cells; truncated text ends with an ellipsis."""
     if width <= 0:
         return ""
     if span_width(text) <= width:
         return text
-    sign = ellipsis if span_width(ellipsis) <= width else "." * width
-    return crop_text(text, width - span_width(sign)) + sign
+    return crop_text(text, width - 1) + "…"
 
 
-def wrap_text(text: str, width: int, max_lines: int | None = None, ellipsis: str = "…") -> list[str]:
+def wrap_text(text: str, width: int, max_lines: int | None = None) -> list[str]:
     """Return `text` in at most `max_lines` lines of `width` cells, broken between words; the last may be truncated."""
     lines: list[str] = []
     line = ""
@@ -115,7 +118,7 @@ def wrap_text(text: str, width: int, max_lines: int | None = None, ellipsis: str
     lines = [truncate(line_text, width) for line_text in [*lines, line]]
     if max_lines is None or len(lines) <= max_lines:
         return lines
-    return [*lines[: max_lines - 1], truncate(" ".join(lines[max_lines - 1 :]), width, ellipsis)]
+    return [*lines[: max_lines - 1], truncate(" ".join(lines[max_lines - 1 :]), width)]
 
 
 def align_right(text: str, width: int) -> str:

@@ -10,7 +10,7 @@ from itertools import groupby
 from dpmon.model.run_snapshot import PHASES
 from dpmon.model.step_history import Column
 from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
-from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
+from dpmon.ui.terminal_style import LETTERS, TerminalStyle
 
 _MIN_PHASE_ROWS = 6
 """Fewest rows in which a history shows the phases of its columns: in fewer, some shares would be 0.15 too large."""
@@ -18,6 +18,10 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The dots of a braille character, by column, from the top (Unicode 15, 2800 to 28FF)."""
 _FILLED_DOTS = [[sum(dots[4 - count :]) for count in range(5)] for dots in DOTS]
 """Halves of a braille character with 0 to 4 dots from below."""
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Nine cells from empty to full, filled from below."""
+BUSY_SIGNS: tuple[Span, Span, Span] = (("▇", "bar"), ("▤", "phase.sync"), ("░", "dim"))
+"""The signs for busy, exposed communication and wait."""
 _ROUND_NUMBERS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
@@ -36,23 +40,21 @@ def bar(shares: Sequence[float], spans: Sequence[Span], width: int, remainder: S
     return [*row, (remainder[0] * (width - used), remainder[1])]
 
 
-def filled_bar(shares: Sequence[float] | None, width: int, glyphs: Glyphs) -> Row:
+def filled_bar(shares: Sequence[float] | None, width: int) -> Row:
     """Return a bar of up to two shares: a full line, a broken line, then a thin line; dots for None."""
     if shares is None:
-        return [(glyphs.middot * width, "dim")]
-    full, empty = glyphs.bar
-    signs = ((full, "bar"), ("~", "dim") if glyphs.ascii else ("╍", "bar"))
-    return bar(shares, signs, width, (empty, "dim"))
+        return [("·" * width, "dim")]
+    return bar(shares, (("━", "bar"), ("╍", "bar")), width, ("─", "dim"))
 
 
-def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> Row:
+def busy_bar(parts: Sequence[float], top: float, width: int) -> Row:
     """Return a rank's step as a bar on a scale up to `top` ns. `parts`: busy, communicating, waiting (ns)."""
-    return bar([part / top if top > 0 else 0.0 for part in parts], busy_signs(glyphs), width, (" ", ""), min_cells=0)
+    return bar([part / top if top > 0 else 0.0 for part in parts], BUSY_SIGNS, width, (" ", ""), min_cells=0)
 
 
-def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
+def block_line(values: Sequence[float | None], width: int) -> str:
     """Return the first `width` values as blocks on a scale up to 100, from the left; unknown values are dots."""
-    return filled_area(values, width, 1, 100.0, glyphs._replace(braille=False))[0]
+    return filled_area(values, width, 1, 100.0, braille=False)[0]
 
 
 def _fill_level(value: float, top: float, levels: int) -> int:
@@ -61,16 +63,16 @@ def _fill_level(value: float, top: float, levels: int) -> int:
     return min(max(round(value / top * levels), lowest), levels)
 
 
-def filled_area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
+def filled_area(values: Sequence[float | None], width: int, height: int, top: float, *, braille: bool) -> list[str]:
     """Return `values` as filled columns on a scale up to `top`, from the left, in `height` rows of `width` cells.
 
-    A cell shows two values if the glyphs have braille, else one. An unknown value is a dot on the lowest row.
+    A cell shows two values with `braille`, else one. An unknown value is a dot on the lowest row.
     """
-    values_per_cell = 2 if glyphs.braille else 1
+    values_per_cell = 2 if braille else 1
     shown_values: list[float | None] = list(values)[: max(width, 0) * values_per_cell]
     if len(shown_values) % values_per_cell:
         shown_values.append(0.0)
-    levels = 4 if glyphs.braille else len(glyphs.blocks) - 1
+    levels = 4 if braille else 8
     filled_levels = [None if value is None else _fill_level(value, top, height * levels) for value in shown_values]
     rows = []
     for row in range(height - 1, -1, -1):
@@ -81,32 +83,26 @@ def filled_area(values: Sequence[float | None], width: int, height: int, top: fl
                 for level in filled_levels[index : index + values_per_cell]
             ]
             if None in cell:
-                text += glyphs.middot if row == 0 else " "
-            elif glyphs.braille:
+                text += "·" if row == 0 else " "
+            elif braille:
                 text += chr(0x2800 + _FILLED_DOTS[0][cell[0] or 0] + _FILLED_DOTS[1][cell[1] or 0])
             else:
-                text += glyphs.blocks[cell[0] or 0]
+                text += BLOCKS[cell[0] or 0]
         rows.append(text.ljust(width))
     return rows
 
 
-def busy_legend(width: int, glyphs: Glyphs) -> Row:
+def busy_legend(width: int) -> Row:
     """Return the names of the parts of `busy_bar`, shortened to fit; "step" if even that is too long."""
     for names in (("busy ", "exposed ", "wait"), ("busy ", "exp ", "wait"), ("busy ", "", "wait")):
-        named_signs = [(sign, (name, "dim")) for name, sign in zip(names, busy_signs(glyphs), strict=True) if name]
+        named_signs = [(sign, (name, "dim")) for name, sign in zip(names, BUSY_SIGNS, strict=True) if name]
         row = [span for named_sign in named_signs for span in named_sign]
         if row_width(row) <= width:
             return row
     return [("step".ljust(width), "dim")]
 
 
-def busy_signs(glyphs: Glyphs) -> tuple[Span, Span, Span]:
-    """Return the signs for busy, exposed communication and wait."""
-    busy, exposed, wait = "#+." if glyphs.ascii else "▇▤░"
-    return (busy, "bar"), (exposed, "phase.sync"), (wait, "dim")
-
-
-def range_bar(low: float, middle: float, high: float, top: float, width: int, glyphs: Glyphs, base: float = 0.0) -> str:
+def range_bar(low: float, middle: float, high: float, top: float, width: int, base: float = 0.0) -> str:
     """Return a line from `low` to `high` with a sign at `middle`, on a scale from `base` to `top`, in `width` cells."""
     if top <= base or width <= 0:
         return " " * max(width, 0)
@@ -117,9 +113,9 @@ def range_bar(low: float, middle: float, high: float, top: float, width: int, gl
     low_cell, middle_cell, high_cell = place(low), place(middle), place(high)
     cells = [" "] * width
     for index in range(low_cell, high_cell + 1):
-        cells[index] = glyphs.span[1]
-    cells[low_cell], cells[high_cell] = glyphs.span[0], glyphs.span[3]
-    cells[middle_cell] = glyphs.span[2]
+        cells[index] = "─"
+    cells[low_cell], cells[high_cell] = "╶", "╴"
+    cells[middle_cell] = "●"
     return "".join(cells)
 
 
@@ -150,6 +146,8 @@ def largest_parts(eighths: Sequence[str]) -> tuple[str, str, int]:
 
     `eighths`: the phase of each eighth. If there is only one part, it is returned twice.
     """
+    if eighths.count(eighths[0]) == len(eighths):
+        return eighths[0], eighths[0], 4
     parts = [(phase, len(list(same))) for phase, same in groupby(eighths)]
     largest = sorted(range(len(parts)), key=lambda index: -parts[index][1])[:2]
     (first, first_size), (second, second_size) = parts[min(largest)], parts[max(largest)]
@@ -157,12 +155,10 @@ def largest_parts(eighths: Sequence[str]) -> tuple[str, str, int]:
 
 
 @lru_cache(maxsize=4096)
-def _phase_column(
-    phases: tuple[int, ...], count: int, top: float, height: int, cut_top: str, mono: bool
-) -> tuple[Span, ...]:
+def _phase_column(phases: tuple[int, ...], count: int, top: float, height: int, mono: bool) -> tuple[Span, ...]:
     """Return one column, its lowest cell first.
 
-    `phases`: sums over `count` steps (ns), stacked in this order. `cut_top`: the sign of a column that is too high.
+    `phases`: sums over `count` steps (ns), stacked in this order.
     """
     scale = height * 8 / top / max(count, 1)
     eighths = [""] * (height * 8)
@@ -175,7 +171,7 @@ def _phase_column(
     cells = [_phase_cell(eighths[start : start + 8], mono) for start in range(0, len(eighths), 8)]
     if total > len(eighths) + 1:
         _, top_style = cells[-1]
-        cells[-1] = (cut_top, top_style.partition("/")[0])
+        cells[-1] = ("▲", top_style.partition("/")[0])
     bottom_sign, _ = cells[0]
     if count and bottom_sign == " ":  # a blank would mean "no steps"
         name = _largest_phase(phases)
@@ -183,17 +179,16 @@ def _phase_column(
     return tuple(cells)
 
 
-def _one_color_column(column: Column, top: float, height: int, glyphs: Glyphs, style: str) -> tuple[Span, ...]:
+def _one_color_column(column: Column, top: float, height: int, style: str) -> tuple[Span, ...]:
     """Return one column in one color, its lowest cell first.
 
     In few rows, stacked phases would mislead: a cell would show a small phase as a large one.
     """
-    levels = len(glyphs.blocks) - 1
     mean = sum(column.phases) / max(column.count, 1)
-    filled = max(round(mean / top * height * levels), 1) if column.count else 0
-    cells = [glyphs.blocks[min(max(filled - row * levels, 0), levels)] for row in range(height)]
-    if filled > height * levels:
-        cells[-1] = glyphs.cut_top
+    filled = max(round(mean / top * height * 8), 1) if column.count else 0
+    cells = [BLOCKS[min(max(filled - row * 8, 0), 8)] for row in range(height)]
+    if filled > height * 8:
+        cells[-1] = "▲"
     return tuple((cell, style if cell != " " else "") for cell in cells)
 
 
@@ -210,21 +205,19 @@ def _phase_cell(eighths: Sequence[str], mono: bool) -> Span:
     largest = max(filled, key=filled.count)
     if mono:
         return (LETTERS[largest], f"phase.{largest}") if len(filled) >= 4 else (" ", "")
-    blocks = " ▁▂▃▄▅▆▇█"
     lower, upper, lower_eighths = largest_parts(eighths)
     if len(filled) < 8 or lower == upper:  # the upper part of a cell that is not full needs the background
-        return (blocks[len(filled)], f"phase.{largest}")
-    return (blocks[lower_eighths], f"phase.{lower}/{upper}")
+        return (BLOCKS[len(filled)], f"phase.{largest}")
+    return (BLOCKS[lower_eighths], f"phase.{lower}/{upper}")
 
 
 def _column_cells(column: Column, height: int, top: float, style: TerminalStyle) -> tuple[Span, ...]:
-    glyphs = style.glyphs
     if column.stalled:
-        return ((glyphs.hatch, "dim"),) * height
+        return (("╱", "dim"),) * height
     if height < _MIN_PHASE_ROWS:
-        return _one_color_column(column, top, height, glyphs, f"phase.{_largest_phase(column.phases)}")
-    mono = not style.has_color or glyphs.ascii
-    return _phase_column(tuple(column.phases), column.count, top, height, glyphs.cut_top, mono)
+        return _one_color_column(column, top, height, f"phase.{_largest_phase(column.phases)}")
+    mono = not style.has_color or style.is_ascii
+    return _phase_column(tuple(column.phases), column.count, top, height, mono)
 
 
 def stacked_columns(
@@ -267,26 +260,26 @@ def line_chart(
     height: int,
     bottom: float,
     top: float,
-    glyphs: Glyphs,
+    style: TerminalStyle,
 ) -> list[Row]:
     """Return lines through points (x from 0 to 1, value), in `height` rows of `width` cells from `bottom` to `top`.
 
     `lines`: points and style of each; a cell has the style of the last line in it. Values outside are drawn at the
     edge. `crosses`: the x of each cross on the lowest row.
     """
-    dots_across, dots_down = (2, 4) if glyphs.braille else (1, 1)
+    dots_across, dots_down = (1, 1) if style.is_ascii else (2, 4)
     cells = [[(" ", "")] * width for _ in range(height)]
-    for points, style in lines:
+    for points, line_style in lines:
         for x, y in _rasterize_line(points, width * dots_across, height * dots_down, bottom, top):
             row, column = y // dots_down, x // dots_across
-            if glyphs.braille:
+            if not style.is_ascii:
                 sign, _ = cells[row][column]
                 dots_before = 0x2800 if sign == " " else ord(sign)
-                cells[row][column] = (chr(dots_before | DOTS[x % dots_across][y % dots_down]), style)
+                cells[row][column] = (chr(dots_before | DOTS[x % dots_across][y % dots_down]), line_style)
             else:
-                cells[row][column] = ("*", style)
+                cells[row][column] = ("*", line_style)
     for place in crosses:
-        cells[-1][min(max(int(place * width), 0), width - 1)] = (glyphs.cross, "bad")
+        cells[-1][min(max(int(place * width), 0), width - 1)] = ("✗", "bad")
     return [merge_spans(row) for row in cells]
 
 

@@ -101,13 +101,13 @@ def chart_rows(
     return [_heading(index, data, width), *_side_by_side_charts(charts, track.second, width, height, axis, style)]
 
 
-def detail_rows(index: int, track: DeviceHistory, width: int, style: TerminalStyle) -> list[Row]:
+def detail_rows(index: int, track: DeviceHistory, width: int) -> list[Row]:
     """Return the heading of one GPU, then every value that is known about it."""
     data = track.data
-    rows = [_heading(index, data, width), *_topic_rows(data, width), *_process_rows(data, width, style)]
+    rows = [_heading(index, data, width), *_topic_rows(data, width), *_process_rows(data, width)]
     reasons = missing_value_reasons([data])
     if reasons:
-        rows += [[("   ", ""), (line, "dim")] for line in wrap_text(reasons, width - 3, 4, style.glyphs.more)]
+        rows += [[("   ", ""), (line, "dim")] for line in wrap_text(reasons, width - 3, 4)]
     return rows
 
 
@@ -158,14 +158,18 @@ def _side_by_side_charts(
         return []
     rows: list[Row] = [[] for _ in range(height)]
     for heading, values, max_value, unit in charts:
-        value_count = graph_width * (2 if style.glyphs.braille else 1)
+        value_count = graph_width * (1 if style.is_ascii else 2)
         lines = filled_area(
-            resample(values, second, axis, value_count), graph_width, height - 2, max_value or 1.0, style.glyphs
+            resample(values, second, axis, value_count),
+            graph_width,
+            height - 2,
+            max_value or 1.0,
+            braille=not style.is_ascii,
         )
         scales = [format_rounded(max_value, unit), *[""] * (height - 4), "0"]
         start, now = (format_short_elapsed(second_of_axis * SECOND) for second_of_axis in (axis.start_s, axis.now_s))
         ends = f"now {now}" if len(start) + len(now) + 6 <= graph_width else now
-        rows[0] += fit_row([(" " * _GUTTER_CELLS, ""), (heading, "bold")], chart_width, style.glyphs.more)
+        rows[0] += fit_row([(" " * _GUTTER_CELLS, ""), (heading, "bold")], chart_width)
         for row, scale, line in zip(rows[1:-1], scales, lines, strict=True):
             row += fit_row([(align_right(scale, _GUTTER_CELLS - 1) + " ", "dim"), (line, "bar")], chart_width)
         rows[-1] += fit_row(
@@ -267,7 +271,7 @@ def _topic_rows(data: GpuData, width: int) -> list[Row]:
     return rows
 
 
-def _process_rows(data: GpuData, width: int, style: TerminalStyle) -> list[Row]:
+def _process_rows(data: GpuData, width: int) -> list[Row]:
     """Return a row with the processes that hold memory on the GPU, the run's own first."""
     entries = data.get("processes")
     if not isinstance(entries, list):
@@ -289,5 +293,5 @@ def _process_rows(data: GpuData, width: int, style: TerminalStyle) -> list[Row]:
     if len(row) == 1:
         row.append(("none", ""))
     elif hidden_count > 0:
-        row.append((f"{hidden_count} more{style.glyphs.more}", "dim"))
+        row.append((f"{hidden_count} more…", "dim"))
     return [row]

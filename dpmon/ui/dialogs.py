@@ -128,14 +128,12 @@ class Dialog(ModalScreen[str | None]):
         if self.message:
             corner = [(truncate(self.message, width - 11), "wait")]
         title: Row = [(truncate(self.title_text, width - 6), "title")]
-        glyphs = self.style.glyphs
         framed = draw_frame(
             title,
             corner,
             rows,
             width,
             height,
-            glyphs,
             focused=True,
             first_row=self.first_row,
             pinned_rows=self.pinned_rows,
@@ -242,7 +240,7 @@ class LineInput(Dialog):
         visible_text = "*" * len(visible_text) if self.hides_text else visible_text
         while visible_text and span_width(visible_text) > width - 3:
             visible_text = visible_text[1:]
-        return [("> ", "key"), (visible_text, ""), ("_" if self.style.glyphs.ascii else "▏", "key")]
+        return [("> ", "key"), (visible_text, ""), ("▏", "key")]
 
     def add_text(self, text: str) -> None:
         """Add typed text, up to the limit."""
@@ -311,7 +309,7 @@ class CommandPalette(LineInput):
         self.first_row = max(self.chosen_index - visible_count + 1, 0)
         rows: list[Row] = [self.input_row(width)]
         for index, (key, text, _) in enumerate(commands):
-            mark, style = (self.style.glyphs.focus, "bold") if index == self.chosen_index else (" ", "")
+            mark, style = ("▸", "bold") if index == self.chosen_index else (" ", "")
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
         if not commands:
             rows.append([("  no command matches now", "dim")])

@@ -13,7 +13,6 @@ from dpmon.text.formatting import format_elapsed
 from dpmon.ui.keys import COMMANDS, KeyCommand
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, fit_row, row_width
-from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_cursor import TimeCursor
 
 _KEPT_KEYS = ("?", "q", ":")
@@ -61,7 +60,7 @@ def current_key_hints(screen: ScreenData) -> list[KeyHint]:
     return [KeyHint(command.key, word, _priority(command, word, screen)) for command, word in labeled_commands if word]
 
 
-def render_footer(screen: ScreenData, width: int, style: TerminalStyle) -> list[Row]:
+def render_footer(screen: ScreenData, width: int) -> list[Row]:
     """Return one row of `width` cells. The key ":" leads to all keys; a narrow row uses short words."""
     gap = 2 if width >= _WIDE_CELLS else 1
     hints = current_key_hints(screen)
@@ -72,7 +71,7 @@ def render_footer(screen: ScreenData, width: int, style: TerminalStyle) -> list[
     for hint in shown_hints:
         word = _WORD_FOR_ALL if hint.key == ":" and len(shown_hints) == len(hints) else hint.word
         row += [(" " * (gap if row else 1), ""), (hint.key, "key"), (" " + word, "dim")]
-    return [fit_row(row, width, style.glyphs.more)]
+    return [fit_row(row, width)]
 
 
 def _cells_used(hints: Sequence[KeyHint], gap: int) -> int:
@@ -117,9 +116,9 @@ def key_at(row: Row, clicked_column: int) -> str | None:
     return None
 
 
-def render_timeline(cursor: TimeCursor, width: int, style: TerminalStyle) -> list[Row]:
+def render_timeline(cursor: TimeCursor, width: int) -> list[Row]:
     """Return one row of `width` cells: state and speed, position, and the keys."""
-    speed = f"{cursor.speed:g}{style.glyphs.times}"
+    speed = f"{cursor.speed:g}×"
     state_word = "playing" if cursor.is_playing else "stopped"
     left_part: Row = [(f" {state_word} ", "good" if cursor.is_playing else "wait"), (f"{speed:>5} ", "bold")]
     position, length = format_elapsed(cursor.position_ns), format_elapsed(cursor.present_ns)
@@ -133,10 +132,10 @@ def render_timeline(cursor: TimeCursor, width: int, style: TerminalStyle) -> lis
     played_cells = round((line_cells - 1) * min(max(cursor.position_ns / max(cursor.present_ns, 1), 0.0), 1.0))
     line: Row = [
         (_PLAYED_SIGN * played_cells, "good"),
-        (style.glyphs.dot, "title"),
+        ("●", "title"),
         (_REMAINING_SIGN * (line_cells - 1 - played_cells), "dim"),
     ]
-    return [fit_row([*left_part, *line, *end_time, *key_row], width, style.glyphs.more)]
+    return [fit_row([*left_part, *line, *end_time, *key_row], width)]
 
 
 def _timeline_keys(cursor: TimeCursor, width: int, gap: int) -> Row:

@@ -38,7 +38,6 @@ _PANELS = (
     ("", "/ finds a rank or a node; enter then shows its node alone, esc all nodes again."),
     (RANK_NAMES["compare"], "how much time ranks spend in it, and what to try. Ranks have no mode to compare."),
     ("", "Bucket: gradients that are averaged together once the last of them is ready."),
-    ("", "Sampled: when the collectives of one step were launched, now and then."),
     (NAMES["compare"], "both modes' metrics side by side, once both ran; d switches the running job."),
     (
         NAMES["output"],
@@ -74,16 +73,16 @@ def _effects() -> dict[str, str]:
     return {key: "; ".join(effects) for key, effects in effects_by_key.items()}
 
 
-def _signs(style: TerminalStyle, uses_letters: bool) -> tuple[str, ...]:
+def _signs(uses_letters: bool) -> tuple[str, ...]:
     """Return sentences about the signs in panel 3. `uses_letters`: phases are drawn as letters."""
     low_sign = "a small letter (or a dot)" if uses_letters else "the lowest block"
     return (
         "The marked letter of a name stands for the phase where there is no room for the name, such as Y for sync.",
         f"A column of {low_sign} only: its steps are too short for a full cell. It shows their longest phase.",
-        f"{style.glyphs.hatch * 3}: the run was stalled, and no step ended.",
-        f"Below the columns: e2 is where epoch 2 begins, {style.glyphs.cut_top} the time that you look back to.",
+        f"{'╱' * 3}: the run was stalled, and no step ended.",
+        "Below the columns: e2 is where epoch 2 begins, ▲ the time that you look back to.",
         "A gap in the line: no step was running, e.g. while saving a checkpoint.",
-        f"{style.glyphs.cut_top} on top: longer than the scale, which covers 95% of the columns.",
+        "▲ on top: longer than the scale, which covers 95% of the columns.",
     )
 
 
@@ -93,7 +92,7 @@ def help_rows(width: int, style: TerminalStyle) -> list[Row]:
     rows: list[Row] = [[("Panels", "title")]]
     rows += _entries([(name, "bold", text) for name, text in _PANELS], label_cells, width)
     rows += [[], [("Phases of a step", "title")]]
-    uses_letters = not style.has_color or style.glyphs.ascii
+    uses_letters = not style.has_color or style.is_ascii
     phases = [
         (
             f"{phase.letter} {phase.display_name}" if uses_letters else phase.display_name,
@@ -103,7 +102,7 @@ def help_rows(width: int, style: TerminalStyle) -> list[Row]:
         for phase in PHASES
     ]
     rows += _entries(phases, label_cells, width)
-    rows += _entries([("", "", text) for text in _signs(style, uses_letters)], label_cells, width)
+    rows += _entries([("", "", text) for text in _signs(uses_letters)], label_cells, width)
     rows += [[], [("Keys", "title")]]
     rows += _entries([(key, "key", effect) for key, effect in _effects().items()], label_cells, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label_cells, width)

@@ -68,7 +68,7 @@ def fact_columns(
     ]
 
 
-def draw_table(columns: Sequence[PanelColumn], width: int, more: str, *, keeps_columns: bool = False) -> list[Row]:
+def draw_table(columns: Sequence[PanelColumn], width: int, *, keeps_columns: bool = False) -> list[Row]:
     """Return a row of titles and a row for each cell of the columns, in at most `width` cells.
 
     `keeps_columns`: titles and values become shorter before a column is left out.
@@ -82,32 +82,33 @@ def draw_table(columns: Sequence[PanelColumn], width: int, more: str, *, keeps_c
     rows: list[Row] = [[] for _ in range(1 + max(len(column.cells) for column in shown))]
     for index, (column, column_width) in enumerate(zip(shown, widths, strict=True)):
         title, *cells = column.draw(column_width) if column.draw is not None else (column.title, *column.cells)
+        gap_text = " " * gap if index else ""
         for row, cell, style in zip(rows, (title, *cells), ("dim", *[column.style] * len(cells)), strict=True):
             spans = [(cell, style)] if isinstance(cell, str) else cell
-            free_cells = column_width - row_width(spans)
             if column.is_text or column.draw is not None:
-                row += fit_row(spans, column_width, more)
+                row += [(gap_text, ""), *fit_row(spans, column_width)]
             else:
-                row += [(" " * free_cells, ""), *spans]
-            if index < len(shown) - 1:
-                row.append((" " * gap, ""))
+                row += [(gap_text + " " * (column_width - row_width(spans)), ""), *spans]
     return rows
 
 
 def _fit_columns(columns: Sequence[PanelColumn], width: int, gap: int) -> tuple[list[PanelColumn], list[int]]:
     """Return the columns that fit, and their widths; those that are always shown may be too wide together."""
-    shown = [column for column in columns if not column.rank]
+    full_widths = [column.full_width for column in columns]
+    wanted_widths = [max(column.wanted_width, full) for column, full in zip(columns, full_widths, strict=True)]
+    chosen = {index for index, column in enumerate(columns) if not column.rank}
     for rank in sorted({column.rank for column in columns} - {0}):
-        group = [column for column in columns if column.rank == rank]
-        wanted = sum(max(column.full_width, column.wanted_width) + gap for column in shown)
-        if wanted + sum(column.full_width + gap for column in group) - gap <= width:
-            shown += group
-    shown = [column for column in columns if column in shown]
-    widths = [column.full_width for column in shown]
+        group = [index for index, column in enumerate(columns) if column.rank == rank]
+        wanted_cells = sum(wanted_widths[index] + gap for index in chosen)
+        if wanted_cells + sum(full_widths[index] + gap for index in group) - gap <= width:
+            chosen.update(group)
+    shown = [columns[index] for index in sorted(chosen)]
+    widths = [full_widths[index] for index in sorted(chosen)]
     free_cells = width - sum(widths) - gap * (len(shown) - 1)
+    least_widths = [column.least_width for column in shown] if free_cells < 0 else []
     while free_cells < 0:
-        longest = max(range(len(shown)), key=lambda index: widths[index] - shown[index].least_width)
-        if widths[longest] <= shown[longest].least_width:
+        longest = max(range(len(shown)), key=lambda index: widths[index] - least_widths[index])
+        if widths[longest] <= least_widths[longest]:
             break
         widths[longest] -= 1
         free_cells += 1

@@ -40,7 +40,7 @@ class PanelView(Widget):
         `terminal`: where to write the changed cells, which takes a fifth of what Textual would send. Pass it only if
         the terminal shows this widget, from its upper left corner on, and nothing else.
         """
-        new_rows = [to_ascii_row(row) for row in rows] if self.style.glyphs.ascii else list(rows)
+        new_rows = [to_ascii_row(row) for row in rows] if self.style.is_ascii else list(rows)
         old_rows, self.rows = self.rows, new_rows
         old_size, self._drawn_size = self._drawn_size, self.app.size
         if len(new_rows) != len(old_rows):

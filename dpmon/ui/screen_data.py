@@ -315,7 +315,7 @@ def format_devices(devices: tuple[str, ...]) -> str:
     return " ".join(parts)
 
 
-def format_mode_and_devices(process: Process | None, times_sign: str) -> tuple[str, str]:
+def format_mode_and_devices(process: Process | None) -> tuple[str, str]:
     """Return the current mode ("dp ×4", "single", "ddp ×2") and its devices ("cuda:0-3", "cpu:0-1 virtual")."""
     if process is None or not process.mode:
         return UNKNOWN, ""
@@ -323,7 +323,7 @@ def format_mode_and_devices(process: Process | None, times_sign: str) -> tuple[s
     method = process.distributed
     if method is not None:
         ranks = process.info.world
-        return (f"{RANK_MODES[method]} {times_sign}{ranks}" if ranks else RANK_MODES[method]), device_text
+        return (f"{RANK_MODES[method]} ×{ranks}" if ranks else RANK_MODES[method]), device_text
     if process.mode != "dp":
         return process.mode, device_text.split(",")[0].split("-")[0]
-    return f"dp {times_sign}{len(process.devices)}", device_text + (" virtual" if process.virtual else "")
+    return f"dp ×{len(process.devices)}", device_text + (" virtual" if process.virtual else "")

@@ -63,7 +63,7 @@ def paint_screen(
             rows[y] += row
     footer_slot = slots.get("footer")
     if footer_slot is not None and with_popup:
-        popup = message_popup(screen, footer_slot.width, footer_slot.y, style)
+        popup = message_popup(screen, footer_slot.width, footer_slot.y)
         for y, row in enumerate(popup, footer_slot.y - len(popup)):
             rows[y] = [*row, *crop_row(rows[y], row_width(row), footer_slot.width)]
     return rows
@@ -71,23 +71,16 @@ def paint_screen(
 
 def paint_panel(panel: str, screen: ScreenData, output: OutputView, slot: Slot, style: TerminalStyle) -> list[Row]:
     """Return the rows of a panel, truncated or filled to its size."""
-    rows = _panel_rows(panel, screen, output, slot, style)[: slot.height]
-    rows += [[]] * (slot.height - len(rows))
-    return [fit_row(row, slot.width, style.glyphs.more) for row in rows]
-
-
-def _panel_rows(panel: str, screen: ScreenData, output: OutputView, slot: Slot, style: TerminalStyle) -> list[Row]:
     if panel == "small":
-        return [
-            *render_panel(screen, slot.width, 3, style)[: slot.height - 1],
-            [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")],
-        ]
+        size_row: Row = [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")]
+        rows = [*render_panel(screen, slot.width, 3, style)[: slot.height - 1], size_row, *[[]] * slot.height]
+        return [fit_row(row, slot.width) for row in rows[: slot.height]]
     if panel == "status":
         return render_panel(screen, slot.width, slot.height, style)
     if panel == "timeline":
-        return render_timeline(screen.cursor, slot.width, style)
+        return render_timeline(screen.cursor, slot.width)
     if panel == "footer":
-        return render_footer(screen, slot.width, style)
+        return render_footer(screen, slot.width)
     title, corner, rows = _panel_content(panel, screen, output, slot, style)
     return draw_frame(
         title,
@@ -95,7 +88,6 @@ def _panel_rows(panel: str, screen: ScreenData, output: OutputView, slot: Slot, 
         rows,
         slot.width,
         slot.height,
-        style.glyphs,
         focused=screen.view.focus == panel,
         first_row=screen.view.first_rows.get(panel, 0),
         pinned_rows=_pinned_row_count(panel, screen),
@@ -130,38 +122,38 @@ def _panel_content(
     width, height = slot.width - 4, max(slot.height - 2, 0)
     is_zoomed = screen.view.zoom == panel
     if panel == "devices":
-        title, corner = panel_devices.panel_title(screen, style, slot.is_folded)
+        title, corner = panel_devices.panel_title(screen, slot.is_folded)
         render_devices = panel_devices.render_full_screen if is_zoomed else panel_devices.render_panel
         return title, corner, render_devices(screen, width, height, style)
     if panel == "replicas":
         second_panel = choose_scene(screen).second_panel
-        title, corner = second_panel.panel_title(screen, style)
+        title, corner = second_panel.panel_title(screen)
         render_ranks = second_panel.render_full_screen if is_zoomed else second_panel.render_panel
         return title, corner, render_ranks(screen, width, height, style)
     if panel == "batch":
-        title, corner = panel_batch.panel_title(screen, style, slot.width)
+        title, corner = panel_batch.panel_title(screen, slot.width)
         return title, corner, panel_batch.render_panel(screen, width, height, style)
     if panel == "compare":
         fourth_panel, stale = choose_scene(screen).fourth_panel, choose_scene(screen).is_stale
-        title, corner = fourth_panel.panel_title(screen, style, slot.is_folded)
+        title, corner = fourth_panel.panel_title(screen, slot.is_folded)
         rows = fourth_panel.render_panel(screen, width, height, style, advice=not stale)
         return (title, [BEFORE_STALL], list(map(dim_row, rows))) if stale else (title, corner, rows)
     if panel == "progress":
-        title, corner = panel_progress.panel_title(screen, style, slot.is_folded)
+        title, corner = panel_progress.panel_title(screen, slot.is_folded)
         return title, corner, panel_progress.render_panel(screen, width, height, style)
-    title, corner = panel_output.panel_title(output, screen, slot.width, style)
+    title, corner = panel_output.panel_title(output, screen, slot.width)
     if screen.view.search:
-        title = [*title, (f" {style.glyphs.middot} find ", "dim"), (screen.view.search, "wait")]
+        title = [*title, (" · find ", "dim"), (screen.view.search, "wait")]
     lines = output.visible_rows(height)
-    return title, corner, [panel_output.shorten_traceback_path(line, width, style.glyphs.more) for line in lines]
+    return title, corner, [panel_output.shorten_traceback_path(line, width) for line in lines]
 
 
-def message_popup(screen: ScreenData, width: int, rows_above: int, style: TerminalStyle) -> list[Row]:
+def message_popup(screen: ScreenData, width: int, rows_above: int) -> list[Row]:
     """Return a framed note with the full text of a message that was truncated; empty if none was."""
-    if not is_reply_cut(screen, width, style):
+    if not is_reply_cut(screen, width):
         return []
     popup_width = min(width, _MAX_POPUP_CELLS)
     max_lines = max(rows_above // _POPUP_SHARE - 2, 1)
-    lines = wrap_text(plain_text(reply_message(screen, style)), popup_width - 4, max_lines, style.glyphs.more)
+    lines = wrap_text(plain_text(reply_message(screen)), popup_width - 4, max_lines)
     rows: list[Row] = [[(line, "")] for line in lines]
-    return draw_frame([("in full", "wait")], [], rows, popup_width, len(rows) + 2, style.glyphs, focused=True)
+    return draw_frame([("in full", "wait")], [], rows, popup_width, len(rows) + 2, focused=True)

@@ -32,9 +32,9 @@ class StepList(Dialog):
             return [[("reading the steps ...", "dim")]]
         if not self.slow_steps.steps:
             return [[("no training step has finished in this time", "dim")]]
-        heading, *rows = step_rows(self.slow_steps, width - 2, self.style)
+        heading, *rows = step_rows(self.slow_steps, width - 2)
         self.first_row = max(self.chosen_index - max(height - 2, 1) + 1, 0)
-        marks = [self.style.glyphs.focus + " " if index == self.chosen_index else "  " for index in range(len(rows))]
+        marks = ["▸ " if index == self.chosen_index else "  " for index in range(len(rows))]
         list_rows: list[Row] = [[("  ", ""), *heading]]
         list_rows += [[(mark, "key"), *row] for mark, row in zip(marks, rows, strict=True)]
         if self.slow_steps.since_ns is not None:

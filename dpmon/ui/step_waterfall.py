@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, product
+from itertools import groupby
 from typing import NamedTuple
 
 from dpmon.model.run_snapshot import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_by_display_name
 from dpmon.sanitize import sanitize_line
-from dpmon.store.collectives import LastSample
 from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
-from dpmon.ui.chart import busy_signs, largest_parts, round_up_nice
+from dpmon.ui.chart import BUSY_SIGNS, largest_parts, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
-from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
+from dpmon.ui.terminal_style import LETTERS, TerminalStyle
 
 OTHER_FORWARD_NAMES = ("other forward", "other fwd", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
@@ -47,34 +46,30 @@ class _Scale(NamedTuple):
     def row(self, label: Sequence[Span], chart: Sequence[Span], duration: str = "", duration_style: str = "dim") -> Row:
         """Return a row with its three columns."""
         right_part = (align_right(duration, _DURATION_CELLS), duration_style)
-        return [*fit_row(label, self.label_cells, self.style.glyphs.more), *chart, right_part]
+        return [*fit_row(label, self.label_cells), *chart, right_part]
 
     def mark_times(self, cells: list[Span], times_ns: Iterable[float]) -> list[int]:
         """Put an arrow in the cell of each time, or a digit for several times; return the marked cells in order."""
         counts = Counter(min(int(time_ns * self.cells / self.length_ns), self.cells - 1) for time_ns in times_ns)
         for cell, count in counts.items():
-            cells[cell] = (self.style.glyphs.down if count == 1 else str(min(count, 9)), "bold")
+            cells[cell] = ("↓" if count == 1 else str(min(count, 9)), "bold")
         return sorted(counts)
 
 
 def render_waterfall(
     process: Process,
+    own_timeline: StepTimeline,
     width: int,
     height: int,
     style: TerminalStyle,
     kind_words: Mapping[int, str],
     ranks: Sequence[Process] = (),
-    sample: LastSample | None = None,
 ) -> list[Row]:
-    """Return the scale, then the last step of `process` with a lane per replica, in at most `height` rows.
+    """Return the scale, then the last step of `process`, with a lane per replica, in at most `height` rows.
 
     `kind_words`: the word for each kind of steps. `ranks`: all ranks with a step, in the order of their rows, if there
-    are several; those whose last step is of the same kind replace the lanes. `sample`: the newest step with known
-    collectives. The longest step fills the width.
+    are several; those whose last step is of the same kind replace the lanes. The longest step fills the width.
     """
-    own_timeline = last_step_timeline(process)
-    if own_timeline is None or height <= 0:
-        return []
     kind, lanes = own_timeline.step.kind, visible_lanes(own_timeline)
     ranks = [rank for rank in ranks if rank.last_step is not None and rank.last_step.kind == kind and height > 1]
     with_scale = height >= _MIN_SCALE_ROWS + bool(ranks) - (not lanes and not own_timeline.step.buckets)
@@ -93,12 +88,11 @@ def render_waterfall(
     chart_cells = width - label_cells - _DURATION_CELLS
     if chart_cells < 8:
         return []
-    min_rank_rows = min(max(len(ranks), 1), 3)
-    with_buckets = bool(own_timeline.step.buckets) and height > min_rank_rows
-    with_sample = bool(ranks) and sample is not None and not is_of_other_kind and height - with_buckets > min_rank_rows
-    height -= with_buckets + with_sample
+    with_buckets = bool(own_timeline.step.buckets) and height > min(max(len(ranks), 1), 3)
+    height -= with_buckets
     drawn_ranks = ranks if len(ranks) <= height else ranks[: max(height - 1, 1)]
-    timelines = [timeline for rank in drawn_ranks or [process] if (timeline := last_step_timeline(rank)) is not None]
+    timelines = [timeline for rank in drawn_ranks if (timeline := last_step_timeline(rank)) is not None]
+    timelines = timelines or [own_timeline]
     offsets = _align_sync_ends(timelines)
     length_ns = max(offset + timeline.step.wall_ns for offset, timeline in zip(offsets, timelines, strict=True))
     scale = _Scale(label_cells, chart_cells, length_ns, style)
@@ -108,8 +102,6 @@ def render_waterfall(
         rows.append(_main_thread_row(scale, label, timeline, offset))
         if timeline.step == own_timeline.step and with_buckets:
             rows.append(bucket_row(scale, timeline, offset))
-        if timeline.step == own_timeline.step and sample is not None and with_sample:
-            rows.append(sample_row(scale, sample))
     if ranks:
         hidden_steps = [rank_process.last_step for rank_process in ranks[len(drawn_ranks) :] if height > 1]
         return [*rows, *_summary_rows(scale, [step.wall_ns for step in hidden_steps if step is not None])]
@@ -138,16 +130,15 @@ def _align_sync_ends(timelines: Sequence[StepTimeline]) -> list[int]:
 
 def _scale_row(scale: _Scale, step_word: str, has_script_time: bool) -> Row:
     """Return the scale of the rows below, with a tick at round times, and at its end the meaning of a dotted row."""
-    glyphs = scale.style.glyphs
     tick_ns = max(round_up_nice(scale.length_ns * _MIN_TICK_CELLS / scale.cells), 1.0)
-    cells = [glyphs.span[1]] * scale.cells
+    cells = ["─"] * scale.cells
     for tick_number in range(int(scale.length_ns / tick_ns) + 1):
         value, unit = format_duration(tick_number * tick_ns).split()
-        text = f"{glyphs.tick}{float(value):g} {unit} " if tick_number else f"{glyphs.tick}0 "
+        text = f"├{float(value):g} {unit} " if tick_number else "├0 "
         column = int(tick_number * tick_ns / scale.length_ns * scale.cells)
         if column + len(text) <= scale.cells:
             cells[column : column + len(text)] = text
-    legend = f"{_script_dot(glyphs)} script" if has_script_time else ""
+    legend = f"{_script_dot(scale.style)} script" if has_script_time else ""
     return scale.row([(step_word, "dim")], [("".join(cells), "dim")], legend)
 
 
@@ -168,21 +159,20 @@ def bucket_row(scale: _Scale, timeline: StepTimeline, step_start_ns: int = 0) ->
 
     A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
     """
-    glyphs, step = scale.style.glyphs, timeline.step
+    step = timeline.step
     cells: list[Span] = [(" ", "")] * scale.cells
     syncs = [piece for piece in _shift_pieces(timeline.main, step_start_ns) if piece.phase == "sync"]
     exposed_left_ns = step.exposed_ns or 0
-    (_, exposed, wait) = busy_signs(glyphs)
+    (_, exposed, wait) = BUSY_SIGNS
     if step.exposed_ns is None:
-        _, thin_line = glyphs.bar
-        wait = (thin_line, "dim")  # unknown split between wait and exposed communication
+        wait = ("─", "dim")  # unknown split between wait and exposed communication
     for piece in reversed(syncs):
         exposed_ns = min(exposed_left_ns, piece.end_ns - piece.start_ns)
         exposed_left_ns -= exposed_ns
         start, middle, end = map(scale.edge, (piece.start_ns, piece.end_ns - exposed_ns, piece.end_ns))
         cells[start:end] = [wait] * (middle - start) + [exposed] * (end - middle)
     marks = scale.mark_times(cells, [ready_ns + step_start_ns for ready_ns in step.buckets])
-    legend = [(f"{format_count_with_noun(len(step.buckets), 'bucket')} ready ", "dim"), (glyphs.down, "bold")]
+    legend = [(f"{format_count_with_noun(len(step.buckets), 'bucket')} ready ", "dim"), ("↓", "bold")]
     full_legend = legend
     if step.exposed_ns is not None:
         wait_ns = sum(piece.end_ns - piece.start_ns for piece in syncs) - step.exposed_ns
@@ -194,24 +184,6 @@ def bucket_row(scale: _Scale, timeline: StepTimeline, step_start_ns: int = 0) ->
             cells[: row_width(text)] = text
             break
     return scale.row([("buckets", "dim")], merge_spans(cells))
-
-
-def sample_row(scale: _Scale, sample: LastSample) -> Row:
-    """Return the collectives of a sampled step: an arrow where one was launched, a digit where several were."""
-    cells: list[Span] = [(" ", "")] * scale.cells
-    marks = scale.mark_times(cells, [collective.start_ns - sample.start_ns for collective in sample.collectives])
-    counts = Counter((collective.operation, collective.group_size) for collective in sample.collectives).most_common(2)
-    step = "" if sample.step is None else f"step {format_count(sample.step)}: "
-    full_text = step + ", ".join(
-        f"{count} {name} of {format_count_with_noun(size, 'rank')}" for (name, size), count in counts
-    )
-    short_text = step + ", ".join(f"{count} {name}" for (name, _), count in counts)
-    first_used, last_used = min(marks, default=scale.cells), max(marks, default=scale.cells)
-    for text, column in product((full_text, short_text), (0, last_used + 2)):
-        if column + len(text) < (first_used if column == 0 else scale.cells + 1):
-            cells[column : column + len(text)] = [(text, "dim")]
-            break
-    return scale.row([("sampled", "dim")], merge_spans(cells), format_duration(sample.wall_ns))
 
 
 def _choose_lanes(lanes: Sequence[Lane], max_rows: int) -> tuple[list[Lane], list[Lane]]:
@@ -231,7 +203,7 @@ def _lane_row(scale: _Scale, lane: Lane, is_stage: bool) -> Row:
     label = fit_row([(name.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], scale.label_cells - 1)
     if not lane.pieces:
         return scale.row(label, [("idle".ljust(scale.cells), "wait")])
-    chart = lane_row(lane.pieces, scale.cells, scale.length_ns, scale.style)
+    chart = lane_row(lane.pieces, scale.cells, scale.length_ns)
     return scale.row(label, chart, format_duration(lane.took_ns), "")
 
 
@@ -239,7 +211,7 @@ def _summary_rows(scale: _Scale, times_ns: Sequence[int], idle_count: int = 0) -
     """Return a row for the lanes without a row of their own: their number, and the range of their times (ns)."""
     if not times_ns and not idle_count:
         return []
-    text = f"{format_count(len(times_ns) + idle_count)} more {scale.style.glyphs.down}"
+    text = f"{format_count(len(times_ns) + idle_count)} more ↓"
     if times_ns:
         text += f"  {format_duration(min(times_ns))} to {format_duration(max(times_ns))}"
     if idle_count:
@@ -252,15 +224,13 @@ def main_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: Termin
 
     `step`: start and end of the step. Its uncovered time is dotted: the script did something else.
     """
-    has_color, glyphs = style.has_color, style.glyphs
-    uses_blocks = has_color and not glyphs.ascii
+    has_color = style.has_color
+    uses_blocks = has_color and not style.is_ascii
     eighths = _phase_of_parts(pieces, 8 * width, scale_ns)
-    cells = [
-        _piece_cell(eighths[start : start + 8], uses_blocks, has_color, glyphs) for start in range(0, 8 * width, 8)
-    ]
+    cells = [_piece_cell(eighths[start : start + 8], uses_blocks, has_color) for start in range(0, 8 * width, 8)]
     start, end = (min(round(time_ns * width / scale_ns), width) for time_ns in step)
     cells[start:end] = [
-        (_script_dot(glyphs), "dim") if sign == " " else (sign, cell_style) for sign, cell_style in cells[start:end]
+        (_script_dot(style), "dim") if sign == " " else (sign, cell_style) for sign, cell_style in cells[start:end]
     ]
     return merge_spans(_write_phase_names(cells, uses_blocks, has_color))
 
@@ -275,29 +245,25 @@ def _phase_of_parts(pieces: Iterable[Piece], part_count: int, scale_ns: float) -
     return phases
 
 
-def _script_dot(glyphs: Glyphs) -> str:
-    return "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
+def _script_dot(style: TerminalStyle) -> str:
+    return "." if style.is_ascii else "·"  # a dash would look like part of a phase's name
 
 
-def lane_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: TerminalStyle) -> Row:
+def lane_row(pieces: Sequence[Piece], width: int, scale_ns: float) -> Row:
     """Return pieces on `width` cells that stand for `scale_ns` ns, as lines that end on half cells.
 
     Blocks would run together.
     """
-    halves = [bool(phase) for phase in _phase_of_parts(pieces, 2 * width, scale_ns)]
-    line, _ = style.glyphs.bar
-    signs = {(True, True): line, (True, False): "╸", (False, True): "╺", (False, False): " "}
-    if style.glyphs.ascii:
-        signs[True, False] = signs[False, True] = line
-    return [("".join(signs[half, other] for half, other in zip(halves[::2], halves[1::2], strict=True)), "phase.apply")]
+    halves = list(map(bool, _phase_of_parts(pieces, 2 * width, scale_ns)))
+    signs = {(True, True): "━", (True, False): "╸", (False, True): "╺", (False, False): " "}
+    return [("".join(map(signs.__getitem__, zip(halves[::2], halves[1::2], strict=True))), "phase.apply")]
 
 
-def _piece_cell(eighths: Sequence[str], uses_blocks: bool, has_color: bool, glyphs: Glyphs) -> Span:
+def _piece_cell(eighths: Sequence[str], uses_blocks: bool, has_color: bool) -> Span:
     """Return one cell, given the phases of its eighths: the two largest parts of it, and the edge between them."""
     if not uses_blocks:
         phase = max(eighths, key=eighths.count)
-        sign = "#" if glyphs.ascii else "█"
-        return (sign, f"chip.{phase}" if has_color else f"phase.{phase}") if phase else (" ", "")
+        return ("█", f"chip.{phase}" if has_color else f"phase.{phase}") if phase else (" ", "")
     left, right, left_eighths = largest_parts(eighths)
     if left == right:
         return ("█", f"phase.{left}") if left else (" ", "")
@@ -313,7 +279,7 @@ def _write_phase_names(cells: Iterable[Span], uses_blocks: bool, has_color: bool
     for (sign, style), same in groupby(cells):
         cell_count = len(list(same))
         style_kind, _, phase = style.partition(".")
-        if style_kind in ("phase", "chip") and "/" not in style and sign in "█#":
+        if style_kind in ("phase", "chip") and "/" not in style and sign == "█":
             chip = f"chip.{phase}" if has_color else f"phase.{phase}"
             row.append((_phase_name_in_cells(phase, cell_count, uses_blocks), chip))
         else:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby, repeat
 from operator import itemgetter
-from typing import NamedTuple
 
-from dpmon.text.cells import align_right, char_width, span_width, wrap_text
-from dpmon.ui.terminal_style import Glyphs
+from dpmon.text.cells import char_width, span_width, wrap_text
 
 Span = tuple[str, str]
 Row = list[Span]
@@ -42,15 +40,12 @@ def dim_row(row: Iterable[Span]) -> Row:
     return [("".join(text for text, _ in row), "dim")]
 
 
-def fit_row(row: Sequence[Span], width: int, more: str = "…") -> Row:
+def fit_row(row: Sequence[Span], width: int) -> Row:
     """Return the row in exactly `width` cells: padded with spaces, or truncated and marked."""
     total = row_width(row)
     if total <= width:
         return [*row, (" " * (width - total), "")] if total < width else list(row)
-    free_cells = width - span_width(more)
-    if free_cells < 0:
-        return [("." * width, "dim")]
-    return [*crop_row(row, 0, free_cells), (more, "dim")]
+    return [*crop_row(row, 0, width - 1), ("…", "dim")] if width > 0 else []
 
 
 def row_cells(row: Iterable[Span]) -> Row:
@@ -60,6 +55,9 @@ def row_cells(row: Iterable[Span]) -> Row:
     """
     cells: Row = []
     for text, style in row:
+        if text.isascii():
+            cells += zip(text, repeat(style))
+            continue
         widths = list(map(char_width, text))
         if widths.count(1) == len(widths):
             cells += zip(text, repeat(style))
@@ -85,48 +83,17 @@ def crop_row(row: Iterable[Span], start: int, end: int) -> Row:
     return merge_spans(cropped)
 
 
-def join_left_right(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:
+def join_left_right(left: Sequence[Span], right_part: Sequence[Span], width: int) -> Row:
     """Return `left`, with `right_part` at the right end; if both do not fit, `left` is truncated and marked."""
     right_width = row_width(right_part)
     if right_width >= width:
-        return fit_row(right_part, width, more)
-    return [*fit_row(left, width - right_width, more), *right_part]
+        return fit_row(right_part, width)
+    return [*fit_row(left, width - right_width), *right_part]
 
 
-class TableColumn(NamedTuple):
-    """A column of a table: its heading, its width in cells, and its cells: texts, or rows as wide as the column."""
-
-    heading: str | Row
-    width: int
-    cells: Sequence[str | Row]
-    style: str = ""
-    left: bool = False
-    """Whether texts stand at the left, truncated and marked where they are too long."""
-    gap: int = 0
-    """Blanks after the column."""
-
-
-def table_rows(columns: Sequence[TableColumn], more: str) -> list[Row]:
-    """Return the row of headings, then the rows of the table."""
-    rows: list[Row] = [[]]
-    for heading, width, cells, style, is_left_aligned, gap in columns:
-        if isinstance(heading, str):
-            heading = [((heading.ljust(width) if is_left_aligned else align_right(heading, width)) + " " * gap, "dim")]
-        rows[0] += heading
-        rows += [[] for _ in range(len(cells) + 1 - len(rows))]
-        for row, cell in zip(rows[1:], cells, strict=True):
-            if not isinstance(cell, str):
-                row += cell
-            elif is_left_aligned:
-                row += [*fit_row([(cell, style)], width, more), (" " * gap, "")]
-            else:
-                row.append((align_right(cell, width) + " " * gap, style))
-    return rows
-
-
-def wrap_to_rows(text: str, width: int, style: str = "dim", max_rows: int | None = None, more: str = "…") -> list[Row]:
+def wrap_to_rows(text: str, width: int, style: str = "dim", max_rows: int | None = None) -> list[Row]:
     """Return `text` in at most `max_rows` rows of at most `width` cells, broken between words; none without a text."""
-    return [[(line, style)] for line in wrap_text(text, width, max_rows, more)] if text else []
+    return [[(line, style)] for line in wrap_text(text, width, max_rows)] if text else []
 
 
 def draw_frame(
@@ -135,7 +102,6 @@ def draw_frame(
     rows: Sequence[Sequence[Span]],
     width: int,
     height: int,
-    glyphs: Glyphs,
     *,
     focused: bool = False,
     first_row: int = 0,
@@ -146,41 +112,39 @@ def draw_frame(
     The frame shows how many rows do not fit. `first_row`: rows to scroll past, at most to the end. `pinned_rows`: rows
     at the top that do not scroll.
     """
-    mark = glyphs.focus if focused else " "
+    mark = "▸" if focused else " "
     if height <= 1 or width < 8:
         corner_spans: Row = [("  ", ""), *corner] if corner else []
         # A number is never cut.
         title_forms = ([*title, *corner_spans], [*title[:1], *corner_spans], [*title[:1], *corner_spans[:3]], title[:1])
         shown_title = next((form for form in title_forms if row_width(form) + 2 <= width), title[:1])
-        return [fit_row([(mark, "frame.focus"), *shown_title], width, glyphs.more)][:height]
+        return [fit_row([(mark, "frame.focus"), *shown_title], width)][:height]
     style = "frame.focus" if focused else "frame"
-    top_left, top_right, bottom_left, bottom_right, line, side = glyphs.frame
-    title_row = draw_frame_title(title, corner, width - 3, line, style, glyphs.more)
+    top_left, top_right, bottom_left, bottom_right, line, side = "╭╮╰╯─│"
+    title_row = draw_frame_title(title, corner, width - 3, line, style)
     framed: list[Row] = [[(top_left, style), (mark, style), *title_row, (top_right, style)]]
     inner_height = height - 2
     rows_above = min(max(first_row, 0), max(len(rows) - inner_height, 0)) if inner_height > pinned_rows else 0
     rows = [*rows[:pinned_rows], *rows[pinned_rows + rows_above :]] if rows_above else rows
     for index in range(inner_height):
         row = rows[index] if index < len(rows) else []
-        framed.append([(side, style), (" ", ""), *fit_row(row, width - 4, glyphs.more), (" ", ""), (side, style)])
+        framed.append([(side, style), (" ", ""), *fit_row(row, width - 4), (" ", ""), (side, style)])
     rows_below = len(rows) - inner_height
     notes = [f"{rows_above} above"] if rows_above else []
     if rows_below > 0:
-        notes.append(f"{rows_below} more {glyphs.down}")
+        notes.append(f"{rows_below} more ↓")
     note = f" {', '.join(notes)} " if notes else ""
     line_cells = max(width - 3 - span_width(note), 0)
     bottom = [(bottom_left + line * line_cells, style), (note, "dim"), (line + bottom_right, style)]
-    return [*framed, fit_row(bottom, width, "")]
+    return [*framed, crop_row(bottom, 0, width)]
 
 
-def draw_frame_title(
-    title: Sequence[Span], corner: Sequence[Span], width: int, line: str, style: str, more: str
-) -> Row:
+def draw_frame_title(title: Sequence[Span], corner: Sequence[Span], width: int, line: str, style: str) -> Row:
     """Return the upper edge of a frame: title, line, corner, in exactly `width` cells."""
     corner_width = row_width(corner)
     shown_corner = list(corner) if corner_width + 8 <= width else []
     title_cells = width - (row_width(shown_corner) + 3 if shown_corner else 1)
-    shown_title = list(title) if row_width(title) <= title_cells - 1 else fit_row(title, max(title_cells - 1, 0), more)
+    shown_title = list(title) if row_width(title) <= title_cells - 1 else fit_row(title, max(title_cells - 1, 0))
     row: Row = [*shown_title, (" ", "")]
     corner_part: Row = [(" ", ""), *shown_corner, (" ", "")] if shown_corner else []
     gap = width - row_width(row) - row_width(corner_part)

@@ -1,10 +1,9 @@
-"""The look of one terminal: its glyphs (Unicode or ASCII), and the theme's styles by name."""
+"""The look of one terminal: whether it shows only ASCII, and the theme's styles by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
 
 from rich.color import Color, ColorType, parse_rgb_hex
 from rich.style import Style
@@ -126,95 +125,21 @@ def _brightness(color: str) -> float:
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
-class Glyphs(NamedTuple):
-    """Every sign that is not a letter."""
-
-    frame: tuple[str, str, str, str, str, str]
-    """Corners (top left, top right, bottom left, bottom right), horizontal and vertical line."""
-    blocks: str
-    """Nine blocks from empty to full, filled from below."""
-    bar: tuple[str, str]
-    """A bar's full and empty cell."""
-    more: str
-    down: str
-    focus: str
-    dot: str
-    ring: str
-    cross: str
-    square: str
-    """The sign of a stall."""
-    hatch: str
-    """A cell of a history in which the run was stalled."""
-    arrow: str
-    span: tuple[str, str, str, str]
-    """A range: left end, line, the median, right end. Ranges one below the other do not touch."""
-    tick: str
-    """The place of a time on a scale."""
-    times: str
-    middot: str
-    cut_top: str
-    ascii: bool
-    braille: bool = False
-    """Whether plots of several rows use braille dots; else they use `blocks`."""
-
-
-UNICODE = Glyphs(
-    frame=("╭", "╮", "╰", "╯", "─", "│"),
-    blocks=" ▁▂▃▄▅▆▇█",
-    bar=("━", "─"),
-    more="…",
-    down="↓",
-    focus="▸",
-    dot="●",
-    ring="○",
-    cross="✗",
-    square="■",
-    hatch="╱",
-    arrow="→",
-    span=("╶", "─", "●", "╴"),
-    tick="├",
-    times="×",
-    middot="·",
-    cut_top="▲",
-    ascii=False,
-    braille=True,
-)
-ASCII = Glyphs(
-    frame=("+", "+", "+", "+", "-", "|"),
-    blocks=" .:-=+*#@",
-    bar=("=", "."),
-    more=">",
-    down="v",
-    focus=">",
-    dot="*",
-    ring="o",
-    cross="x",
-    square="#",
-    hatch="/",
-    arrow="->",
-    span=("|", "-", "+", "|"),
-    tick="|",
-    times="x",
-    middot="-",
-    cut_top="^",
-    ascii=True,
-)
-
-
 MONO = _mono_styles()
 
 
 class TerminalStyle:
-    """The glyphs and styles of a theme (one of `dpmon.config.THEMES`) on one terminal."""
+    """The styles of a theme (one of `dpmon.config.THEMES`) on one terminal."""
 
     def __init__(self, theme: str, *, only_ascii: bool = False, has_few_colors: bool = False) -> None:
         """`only_ascii`, `has_few_colors`: whether the terminal shows only ASCII, or only sixteen colors."""
         self.theme, self.only_ascii, self.has_few_colors = theme, only_ascii, has_few_colors
         self.has_color = theme != "mono"
-        self.glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
+        self.is_ascii = only_ascii or theme == "ascii"
+        """Whether the screen shows only ASCII: `PanelView` replaces all other signs."""
         self.styles = MONO
         if self.has_color:
-            self.styles = build_styles(palette_of(theme, has_few_colors), fills_chips=not self.glyphs.ascii)
+            self.styles = build_styles(palette_of(theme, has_few_colors), fills_chips=not self.is_ascii)
 
     def rich_style(self, name: str) -> Style:
         """Return the style of that name. "phase.a/b": the color of phase a on the color of phase b."""

@@ -19,7 +19,6 @@ from dpmon.text.cells import align_right
 from dpmon.text.formatting import format_duration, format_short_elapsed
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, merge_spans
-from dpmon.ui.terminal_style import Glyphs, TerminalStyle
 
 _MIN_AXIS_S = 16
 """A growing axis is at least this long."""
@@ -256,22 +255,21 @@ def _column_of_part(column_by_mode: Mapping[str, Column], previous_mode: str) ->
 class _AxisLine:
     """The row below a chart while words are put on it, the most important first."""
 
-    def __init__(self, named_cells: Sequence[tuple[str, str]], width: int, glyphs: Glyphs) -> None:
-        *_, self._line_sign, self._change_sign = glyphs.frame
-        self.cells: Row = [(self._line_sign if name else " ", style) for name, style in named_cells]
+    def __init__(self, named_cells: Sequence[tuple[str, str]], width: int) -> None:
+        self.cells: Row = [("─" if name else " ", style) for name, style in named_cells]
         self.cells += [(" ", "")] * (width - len(self.cells))
 
     def put(self, text: str, index: int, style: str) -> bool:
         """Put a text on the line, if it covers no other text or change of mode, and touches no text."""
-        end, free_signs = index + len(text), (self._line_sign, " ")
+        end, free_signs = index + len(text), ("─", " ")
         before, after = self.cells[max(index - 1, 0) : max(index, 0)], self.cells[end : end + 1]
-        is_apart = all(sign in (*free_signs, self._change_sign) for sign, _ in (*before, *after))
+        is_apart = all(sign in (*free_signs, "│") for sign, _ in (*before, *after))
         if index < 0 or end > len(self.cells) or not is_apart:
             return False
         if any(sign not in free_signs for sign, _ in self.cells[index:end]):
             return False
         self.cells[index:end] = [(sign, style) for sign in text]
-        if after and after[0][0] == self._line_sign:
+        if after and after[0][0] == "─":
             self.cells[end] = (" ", style)
         return True
 
@@ -283,8 +281,8 @@ class _AxisLine:
                 places.append(end - len(word))  # a name may begin before its columns
             if any(self.put(word, place, style) for place in places):
                 break
-        if start and self.cells[start][0] == self._line_sign:
-            self.cells[start] = (self._change_sign, style)
+        if start and self.cells[start][0] == "─":
+            self.cells[start] = ("│", style)
 
 
 def _name_of_column(column: Column, ranks: str | None) -> tuple[str, str]:
@@ -302,7 +300,6 @@ def axis_row(
     axis: TimeAxis,
     picture: ChartColumns,
     width: int,
-    style: TerminalStyle,
     *,
     ranks: str | None,
     word: str,
@@ -329,10 +326,10 @@ def axis_row(
             named_cells[start:end] = [("", "")] * gap_cells
             start = start + 1 if len(mark.word) + 2 <= gap_cells else -1
         placed_marks.append((start, mark))
-    line = _AxisLine(named_cells, width, style.glyphs)
+    line = _AxisLine(named_cells, width)
     if cursor_ns is not None:
         cell = min(max(axis.cell_at(cursor_ns // SECOND, width), 0), width - 1)
-        text, pointer = format_short_elapsed(cursor_ns), style.glyphs.cut_top
+        text, pointer = format_short_elapsed(cursor_ns), "▲"
         if cell + len(text) < width:
             line.put(pointer + text, cell, "found")
         else:
@@ -351,9 +348,7 @@ def axis_row(
     return merge_spans(line.cells)
 
 
-def axis_below_chart(
-    screen: ScreenData, axis: TimeAxis, picture: ChartColumns, gutter: int, width: int, style: TerminalStyle
-) -> Row:
+def axis_below_chart(screen: ScreenData, axis: TimeAxis, picture: ChartColumns, gutter: int, width: int) -> Row:
     """Return the axis below a chart of `width` cells; the start time stands in the `gutter` cells before it."""
     ranks = None if screen.process is None else screen.process.distributed
     is_present = screen.cursor.time_ns is None or not screen.cursor.is_playback
@@ -362,7 +357,7 @@ def axis_below_chart(
         word = "end "
     marks = choose_marks(screen, axis, width)
     cursor_ns = screen.now_ns if screen.cursor.is_looking_back else None
-    row = axis_row(axis, picture, width, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)
+    row = axis_row(axis, picture, width, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)
     return [(align_right(format_short_elapsed(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
 
 

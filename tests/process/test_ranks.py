@@ -112,7 +112,7 @@ def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
     state = snapshot_of_directory(dpmon.last(), over=True)
     assert "train by fully_shard" in (toggle_refusal(state) or "")
     for each in state.training_processes:
-        assert format_mode_and_devices(each, "×")[0] == "fsdp ×2"
+        assert format_mode_and_devices(each)[0] == "fsdp ×2"
 
 
 def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) -> None:

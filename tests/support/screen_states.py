@@ -16,6 +16,7 @@ from dpmon.record.record_types import Event
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.store.loss_table import LossBin
 from dpmon.ui import screen_painter
+from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View
 from dpmon.ui.screen_painter import panel_slots
@@ -178,7 +179,8 @@ def situations() -> dict[str, ScreenData]:
 def screen_text(
     facts: ScreenData, width: int, height: int, output: OutputView | None = None, look: TerminalStyle = STYLE
 ) -> str:
-    return "\n".join(plain_text(row) for row in paint_screen(facts, output or OutputView(), width, height, look))
+    rows = paint_screen(facts, output or OutputView(), width, height, look)
+    return "\n".join(plain_text(to_ascii_row(row) if look.is_ascii else row) for row in rows)
 
 
 def rows_text(rows: list[Any]) -> list[str]:

@@ -177,7 +177,7 @@ def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
         feed.build_screen_data(view)
         feed.refresh()
     facts = feed.build_screen_data(view)
-    title, corner = panel_batch.panel_title(facts, STYLE, 120)
+    title, corner = panel_batch.panel_title(facts, 120)
     assert plain_text(title).endswith("whole run")
     found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain_text(corner))}
     head, *table = map(plain_text, panel_batch.render_panel(facts, 150, 40, STYLE)[:4])
@@ -290,7 +290,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     feed.refresh()
     facts = feed.build_screen_data(View(zoom="batch", range_s=0))
     numbers = panel_batch.shown_stats(facts)
-    assert "rank 0" in plain_text(panel_batch.panel_title(facts, STYLE, 120)[0])
+    assert "rank 0" in plain_text(panel_batch.panel_title(facts, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
 

@@ -193,7 +193,7 @@ def test_a_rank_without_records_for_long_stays_a_rank() -> None:
             state = recording.state(at, ended)
             assert [each.rank for each in state.training_processes] == [0, 1], (at, ended)
             screen = ScreenData(state, at)
-            assert format_mode_and_devices(screen.process, "x") == ("ddp x2", "cpu")
+            assert format_mode_and_devices(screen.process) == ("ddp ×2", "cpu")
             scene = choose_scene(screen)
             assert (scene.name, scene.second_panel, scene.fourth_panel) == (RANKS, panel_ranks, panel_communication)
 

@@ -57,7 +57,7 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Termina
     rows = {row[1:9].strip(): row for row in text[first + 1 : first + 5]}
     assert list(rows) == ["0", "1", "2", "3"]
     cells = {rank: row[9 : width - 7] for rank, row in rows.items()}
-    dot = "." if look.glyphs.ascii else "·"
+    dot = "." if look.is_ascii else "·"
     assert set(cells["0"].strip()) == {dot}
     half = len(cells["1"].rstrip()) // 2
     assert set(cells["1"][: half - 20]) == {"3"}

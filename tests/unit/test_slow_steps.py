@@ -20,7 +20,7 @@ from support.history_builders import Recording, open_store_with
 from support.rank_builders import MS, ddp_rank_steps, make_ranks, record_ddp_ranks, startup_rows
 from support.record_builders import SECOND
 from support.screen_harness import open_screen
-from support.screen_states import STYLE, rows_text
+from support.screen_states import rows_text
 
 USUAL = {"data": 2 * MS, "forward": 20 * MS, "backward": 60 * MS, "optimizer": 10 * MS, "other": 8 * MS}
 LONG = {40: {"data": 900 * MS}, 70: {"other": 400 * MS}, 71: {"backward": 360 * MS}, 90: {"forward": 120 * MS}}
@@ -105,7 +105,7 @@ def test_the_step_that_waits_for_an_evaluation_of_another_rank_counts() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 96])
 def test_the_rows_fit_and_say_when_how_long_and_what(width: int) -> None:
-    rows = step_rows(found_in(steps()), width, STYLE)
+    rows = step_rows(found_in(steps()), width)
     assert max(row_width(row) for row in rows) <= max(width, 49)
     text = rows_text(rows)
     assert "40" in text[1]
@@ -144,10 +144,10 @@ def test_a_step_of_an_epoch_says_which_batch_it_used() -> None:
     assert [(one.step, one.epoch, one.batch, one.batches) for one in found.steps] == [
         (40, 1, 40, 50), (70, 2, 20, 50), (71, 2, 21, 50), (90, 2, 40, 50),
     ]  # fmt: skip
-    rows = rows_text(step_rows(found, 76, STYLE))
+    rows = rows_text(step_rows(found, 76))
     assert rows[0].endswith("batch")
-    assert [row.split()[-2:] for row in rows_text(step_rows(found, 59, STYLE))[1:]] == [
+    assert [row.split()[-2:] for row in rows_text(step_rows(found, 59))[1:]] == [
         ["e1", "40/50"], ["e2", "20/50"], ["e2", "21/50"], ["e2", "40/50"],
     ]  # fmt: skip
-    assert not any("e2" in row for row in rows_text(step_rows(found, 50, STYLE))), "there is no room"
+    assert not any("e2" in row for row in rows_text(step_rows(found, 50))), "there is no room"
     assert {one.epoch for one in found_in(steps()).steps} == {None}

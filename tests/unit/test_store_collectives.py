@@ -15,7 +15,7 @@ from dpmon.record.record_specs import COLUMNS, RECORDS
 from dpmon.record.record_types import Collective, Operation, Record, Sampled
 from dpmon.record.span_format import Kind
 from dpmon.run.run_directory import load_info
-from dpmon.store.collectives import read_collective_sums, read_last_sample
+from dpmon.store.collectives import read_collective_sums
 from dpmon.store.records import read_records
 from dpmon.store.steps import read_steps
 from dpmon.store.store_queries import Store
@@ -93,28 +93,6 @@ def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
     store = recorded(found)
     assert read_collective_sums(store).own == ("all_gather", "barrier")
     assert read_collective_sums(store, processes=[1]).own == ()
-
-
-def test_the_newest_sample_with_its_collectives() -> None:
-    store = recorded(script())
-    samples = [one for one in both(read_records(store)) if isinstance(one, Sampled)]
-    newest = max(samples, key=lambda one: one.start_ns)
-    end = newest.start_ns + newest.wall_ns
-    within = [
-        one
-        for one in both(read_records(store))
-        if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
-    ]
-    found = read_last_sample(store.as_of(end), 0, 0)
-    assert found is not None
-    assert (found.step, found.start_ns, found.wall_ns) == (newest.step, newest.start_ns, newest.wall_ns)
-    assert list(found.collectives) == sorted(within, key=lambda one: one.start_ns)
-    assert {one.operation for one in found.collectives} == {"all_reduce", "all_gather"}
-    earlier = read_last_sample(store.as_of(newest.start_ns), 0, 0)
-    assert earlier is not None
-    assert earlier.start_ns < newest.start_ns
-    assert read_last_sample(store.as_of(end), 0, newest.start_ns + 1) is None
-    assert read_last_sample(store.as_of(end), 1, 0) is None
 
 
 def test_of_a_window_of_whole_seconds() -> None:

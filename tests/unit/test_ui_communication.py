@@ -11,14 +11,14 @@ import pytest
 from dpmon.model.communication import Wrapper, build_communication, format_operations
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.step_timeline import last_step_timeline
-from dpmon.record.record_types import BUCKET, Collective, Operation
-from dpmon.store.collectives import CollectiveSums, LastSample
+from dpmon.record.record_types import BUCKET, Operation
+from dpmon.store.collectives import CollectiveSums
 from dpmon.store.tally import Tally
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_stall
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
-from dpmon.ui.step_waterfall import _Scale, bucket_row, sample_row
+from dpmon.ui.step_waterfall import _Scale, bucket_row
 from dpmon.ui.styled_rows import plain_text
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
@@ -154,7 +154,7 @@ def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     assert found["buckets"] == "buckets  6: 1.00 MiB, 25.0 MiB ×5"
     assert found["group"] == "group    4 ranks, nccl, communication hook bf16_compress_hook"
     assert found["passes"] == "passes   1.00 synced per update, 1.00 under no_sync"
-    title, corner = panel_communication.panel_title(facts, STYLE, False)
+    title, corner = panel_communication.panel_title(facts, False)
     assert plain_text(title) == "4 Communication"
     assert plain_text(corner).startswith("exposed 2.10 ms")
 
@@ -200,27 +200,6 @@ def test_the_last_steps_of_all_ranks_leave_the_synchronized_pass_together_the_st
     assert last - begin == int(ticks[-1] * 1e6 / longest * room), "the longest step fills the width"
 
 
-def a_collective(operation: str, start: float) -> Collective:
-    """Return a collective that was launched at `start` (ms), in a sample that begins at 100 ms."""
-    places = (operation, "backward", 1000, "float32", "0", 2, None, "gloo", "cpu")
-    return Collective(0, 0, 7, *places, int((100 + start) * 1e6), 50_000)
-
-
-def test_the_launches_of_a_sampled_step_are_drawn() -> None:
-    launched = (a_collective("all_reduce", 15), a_collective("all_reduce", 15.01), a_collective("all_reduce", 18))
-    scale = _Scale(10, 100, 25e6, STYLE)
-    row = plain_text(sample_row(scale, LastSample(7, 100_000_000, 20_000_000, launched)))
-    assert row.startswith("sampled   step 7: 3 all_reduce of 2 ranks ")
-    assert row.endswith(" 20.0 ms")
-    assert (row[10 + 60], row[10 + 72]) == ("2", "↓")
-    launch = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_gather", 1),))
-    line = plain_text(sample_row(scale, launch))[10:110]
-    assert line.startswith("    ↓ step 7: 1 all_gather of 2 ranks ")
-    assert "step 7: 1 all_gather  " in plain_text(sample_row(scale._replace(cells=30), launch)), (
-        "the ranks have no room"
-    )
-
-
 def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
     sums = (Operation("all_reduce", 8, 6, 0), Operation("all_gather", 4, 2, 0))
     wrapper = Wrapper(0, 0, 0, "Model", group_size=8)
@@ -251,27 +230,15 @@ def while_rank_0_evaluates(steps: int) -> ScreenData:
 
 
 def test_an_evaluation_of_one_rank_has_its_word_and_the_figures_of_training_do_not() -> None:
-    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10),))
     for steps, drawn_ranks, title in ((0, [0, 1], "2 Ranks · Model · DistributedDataParallel"), (20, [0], "2 Ranks")):
         screen = while_rank_0_evaluates(steps)
-        assert plain_text(panel_ranks.panel_title(screen, STYLE)[0]) == title
+        assert plain_text(panel_ranks.panel_title(screen)[0]) == title
         _, *table = texts(panel_ranks.render_panel(screen, 116, 8, STYLE))
         assert ["evaluation" in row for row in table[:2]] == [steps > 0, False]
         assert "[30, 5]" in table[1]
         for height in (12, 16):
-            screen = replace(screen, state=screen.state.with_facts(last_sample=sample))
             rows = texts(panel_batch.render_panel(screen, 116, height, STYLE))
             word = "evaluation" if steps else "last step"
             first = next(at for at, row in enumerate(rows) if row.startswith(word))
             named = [rank for rank in (0, 1) if any(f"rank {rank}" in row for row in rows[first:])]
             assert named == drawn_ranks
-            assert not steps or not any(row.startswith("sampled") for row in rows), "it is of a training step"
-
-
-def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
-    facts = facts_of(2, slow=1)
-    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10),))
-    facts = replace(facts, state=facts.state.with_facts(last_sample=sample))
-    for height, rows in ((16, 1), (10, 0)):
-        drawn = texts(panel_batch.render_panel(facts, 116, height, STYLE))
-        assert sum(line.startswith("sampled ") for line in drawn) == rows

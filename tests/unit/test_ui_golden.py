@@ -312,7 +312,7 @@ def drawn(rows: list[Row], look: TerminalStyle, legend: dict[str, str]) -> list[
     """Return the text of each row, and below it a letter per cell for its style (see `legend`)."""
     lines: list[str] = []
     for row in rows:
-        shown = to_ascii_row(row) if look.glyphs.ascii else row
+        shown = to_ascii_row(row) if look.is_ascii else row
         lines.append("|" + plain_text(shown) + "|")
         marks = ""
         for text, style in shown:

@@ -171,10 +171,10 @@ def test_a_traceback_keeps_its_file_and_line(styled: bool) -> None:
     text = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
     row = [("  File ", ""), (text[7:40], "bold"), (text[40:], "")] if styled else [(text, "")]
     for width in range(44, len(text) + 2):
-        shown_row = shorten_traceback_path(row, width, "…")
+        shown_row = shorten_traceback_path(row, width)
         shown_text = plain_text(shown_row)
         assert shown_text.endswith('loop.py", line 123, in step')
         assert ("…" in shown_text) == (width < len(text))
         assert len(shown_text) <= width
     other = [("x" * 100, "")]
-    assert shorten_traceback_path(other, 50, "…") == other
+    assert shorten_traceback_path(other, 50) == other

@@ -13,12 +13,12 @@ from dpmon.model.run_snapshot import PHASES
 from dpmon.model.step_history import Column
 from dpmon.record.history_rows import Row
 from dpmon.record.shared_names import Untimed
-from dpmon.ui.chart import stacked_columns
+from dpmon.ui.chart import BLOCKS, stacked_columns
 from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing_phase_notes
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
-from dpmon.ui.terminal_style import UNICODE, TerminalStyle
+from dpmon.ui.terminal_style import TerminalStyle
 from support.history_builders import snapshot_of_rows
 from support.record_builders import GPUS, Training, with_device_times
 from support.screen_states import (
@@ -131,7 +131,7 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
         rows = stacked_columns([long, short, shorter, none, short], 6, height, 200_000_000, look)
         text = [plain_text(row) for row in rows]
         phases_shown = height >= 6
-        lowest = mark if phases_shown else look.glyphs.blocks[1]
+        lowest = mark if phases_shown else "▁"
         assert text[-1][0] not in (" ", lowest), text
         assert text[-1][1:] == f"{lowest}{lowest} {lowest} ", text
         assert all(not row[1:].strip() for row in text[:-1]), text
@@ -150,8 +150,8 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
             ((text, style),) = row
             lower, _, upper = style.removeprefix("phase.").partition("/")
             if style.startswith("phase."):
-                shown[lower] += UNICODE.blocks.index(text)
-                shown[upper or lower] += 8 - UNICODE.blocks.index(text) if upper else 0
+                shown[lower] += BLOCKS.index(text)
+                shown[upper or lower] += 8 - BLOCKS.index(text) if upper else 0
         both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
         assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
 
@@ -166,7 +166,7 @@ def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: in
         return [word for word in ("last step ", "evaluation ") for row in rows if row.startswith(word)]
 
     def has_sizes(more: list[Row]) -> bool:
-        title, _ = panel_batch.panel_title(screen_data_of(training, 0, [*payloads, *more]), STYLE, 116)
+        title, _ = panel_batch.panel_title(screen_data_of(training, 0, [*payloads, *more]), 116)
         return "[30, 5]" in plain_text(title)
 
     assert labels([]) == ["last step "]

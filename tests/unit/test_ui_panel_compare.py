@@ -70,10 +70,10 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     found = replace(found, speedup=Interval(0.34, 0.2, 1.2), reason="")
     facts = with_process(facts, compared=found)
     rows = rows_text(panel_compare.render_panel(facts, 60, 12, STYLE))
-    title, corner = panel_compare.panel_title(facts, STYLE, folded=False)
+    title, corner = panel_compare.panel_title(facts, folded=False)
     assert plain_text(title) == "4 dp vs. single"
     assert plain_text(corner) == "too uncertain"
-    assert plain_text(panel_compare.panel_title(facts, STYLE, folded=True)[0]) == "4 dp vs. single"
+    assert plain_text(panel_compare.panel_title(facts, folded=True)[0]) == "4 dp vs. single"
     text = " ".join(rows)
     assert "0.34" not in text
     assert "efficiency" not in text
@@ -107,7 +107,7 @@ def test_the_reason_of_a_refusal_stays_on_the_panel() -> None:
 
     lines = picture()
     assert lines[-3].startswith("dp refused: BatchNorm over a chunk")
-    assert lines[-1].endswith(STYLE.glyphs.more)
+    assert lines[-1].endswith("…")
     assert "not seen yet" not in " ".join(lines), "the refusal says why"
     assert " ".join(picture(view=View(zoom="compare"))).count("BatchNorm") == 9
     over = picture(exit_info=exit_info_of(0, None, 9), can_toggle=False)

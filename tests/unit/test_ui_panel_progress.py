@@ -16,7 +16,6 @@ from dpmon.ui.panels import panel_progress
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text, row_width
-from dpmon.ui.terminal_style import ASCII, UNICODE
 from support.record_builders import SECOND, Training
 from support.screen_states import (
     MONO_ASCII,
@@ -47,11 +46,11 @@ def drawn(found: ScreenData, width: int = 56, height: int = 12) -> list[str]:
 
 def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> None:
     found = facts(progress_in_epochs())
-    assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
+    assert [plain_text(row) for row in panel_progress.panel_title(found, False)] == [
         "6 Progress · epoch 3",
         "  412/1,563",
     ]
-    assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, True)] == ["6 Progress", "412/1,563"]
+    assert [plain_text(row) for row in panel_progress.panel_title(found, True)] == ["6 Progress", "412/1,563"]
     assert drawn(found) == [
         "━━━━━━━━────────────────────────   26%   2 min 10 s left",
         "epoch        took  evaluation  gap before",
@@ -126,9 +125,9 @@ def test_a_loss_has_few_digits(value: float, text: str) -> None:
 
 def test_a_curve_goes_through_its_points() -> None:
     points = [(0.0, 0.0), (0.5, 1.0), (0.99, 0.5)]
-    assert rows_text(line_chart([(points, "")], (), 4, 2, 0.0, 1.0, UNICODE)) == [" ⢠⠟⣆", "⣰⠋ ⠈"]
-    assert rows_text(line_chart([(points, "")], [0.25], 5, 3, 0.0, 1.0, ASCII)) == ["  ***", " ** *", "*x"]
-    assert rows_text(line_chart([([(0.5, 7.0)], "")], (), 5, 1, 7.0, 7.0, ASCII)) == ["  *"]
+    assert rows_text(line_chart([(points, "")], (), 4, 2, 0.0, 1.0, STYLE)) == [" ⢠⠟⣆", "⣰⠋ ⠈"]
+    assert rows_text(line_chart([(points, "")], [0.25], 5, 3, 0.0, 1.0, MONO_ASCII)) == ["  ***", " ** *", "*✗"]
+    assert rows_text(line_chart([([(0.5, 7.0)], "")], (), 5, 1, 7.0, 7.0, MONO_ASCII)) == ["  *"]
 
 
 # ------------------------------------------------------------------------------------------------ the header

@@ -116,7 +116,7 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
     titles = []
     for root in range(4):
         shown = replace(facts, view=View(call_choice=root))
-        titles.append(plain_text(panel_replicas.panel_title(shown, STYLE)[0]))
+        titles.append(plain_text(panel_replicas.panel_title(shown)[0]))
         rows = rows_text(panel_replicas.render_panel(shown, 70, 9, STYLE))
         assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]
     assert titles[0] == "2 Replicas · newest of 3 · Generator · DataParallel"
@@ -132,7 +132,7 @@ def test_sizes_of_an_evaluation_say_that_they_are() -> None:
         return screen_data_of(Training(), 1, state=snapshot_of_rows([*rows, *more]))
 
     def told(facts: ScreenData) -> str:
-        return plain_text(panel_replicas.panel_title(facts, STYLE)[0])
+        return plain_text(panel_replicas.panel_title(facts)[0])
 
     assert told(shown()) == "2 Replicas · Model · DataParallel"
     training.batch, training.step_ns = 8, 20_000_000

@@ -16,7 +16,7 @@ from dpmon.ui.footer import current_key_hints, key_at, render_footer
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import draw_frame, fit_row, plain_text, row_width
-from dpmon.ui.terminal_style import ASCII, LETTERS, MONO, UNICODE, choose_style
+from dpmon.ui.terminal_style import LETTERS, MONO, choose_style
 from support.history_builders import snapshot_of_rows
 from support.record_builders import Training
 from support.screen_states import STYLE, exit_info_of
@@ -33,10 +33,10 @@ def test_the_footer_offers_only_what_works() -> None:
     view = "l slow steps [ ] range < > time s screenshot"
     said = f"d → single space freeze 1-6 panel enter zoom i input w why {view} x stop"
     said += " t theme : list ? help q leave"
-    assert " ".join(plain_text(render_footer(facts, 200, STYLE)[0]).split()) == said
+    assert " ".join(plain_text(render_footer(facts, 200)[0]).split()) == said
     nothing = replace(facts, can_toggle=False, can_type=False, exit_info=exit_info_of(0, None, 1))
     said = f"space play 1-6 panel enter zoom {view} t theme : list ? help q close"
-    assert " ".join(plain_text(render_footer(nothing, 200, STYLE)[0]).split()) == said
+    assert " ".join(plain_text(render_footer(nothing, 200)[0]).split()) == said
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -47,7 +47,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
     everything = {f"{key} {word}" for key, word in [hint[:2] for hint in current_key_hints(facts)]}
     least = len(everything)
     for width in range(200, 39, -1):
-        row = render_footer(facts, width, STYLE)[0]
+        row = render_footer(facts, width)[0]
         text = plain_text(row)
         assert "? help" in text
         assert (": more" in text) == (": list" not in text)
@@ -60,7 +60,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
             assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
     wanted = "1-6 panel < > time l slow" if over else "d → single p pause space freeze 1-6 panel x stop"
-    assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80, STYLE)[0]).split())
+    assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80)[0]).split())
 
 
 @pytest.mark.parametrize("width", range(1, 20))
@@ -74,14 +74,14 @@ def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
 
 
 def test_a_frame_says_what_it_left_out() -> None:
-    rows = draw_frame([("Title", "")], [("corner", "")], [[(str(i), "")] for i in range(10)], 30, 6, UNICODE)
+    rows = draw_frame([("Title", "")], [("corner", "")], [[(str(i), "")] for i in range(10)], 30, 6)
     assert plain_text(rows[-1]).endswith(" 6 more ↓ ─╯")
     assert {row_width(row) for row in rows} == {30}
-    folded = draw_frame([("Title", "")], [("42%", "")], [], 30, 1, UNICODE)
+    folded = draw_frame([("Title", "")], [("42%", "")], [], 30, 1)
     assert plain_text(folded[0]).split() == ["Title", "42%"]
     title = [("1 Devices", ""), (" · host", "")]
     for width in range(8, 40):
-        (row,) = draw_frame(title, [("cpu 100%", "")], [], width, 1, UNICODE)
+        (row,) = draw_frame(title, [("cpu 100%", "")], [], width, 1)
         assert row_width(row) == width
         text = plain_text(row).rstrip()
         assert "cpu" not in text or text.endswith("cpu 100%"), "the whole number, or none"
@@ -91,13 +91,12 @@ def test_a_frame_says_what_it_left_out() -> None:
 
 
 def test_bars_and_lines() -> None:
-    assert plain_text(filled_bar((0.5,), 8, UNICODE)) == "━━━━────"
-    assert plain_text(filled_bar((0.001,), 8, UNICODE)) == "━───────", "something is never nothing"
-    assert plain_text(filled_bar((0.0,), 8, UNICODE)) == "────────"
-    assert plain_text(filled_bar(None, 4, UNICODE)) == "····"
-    assert block_line([0, 50, 100, None], 6, UNICODE) == " ▄█·  "
-    assert block_line([0, 1, 100], 3, ASCII) == " .@"
-    assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ╶─●───╴"
+    assert plain_text(filled_bar((0.5,), 8)) == "━━━━────"
+    assert plain_text(filled_bar((0.001,), 8)) == "━───────", "something is never nothing"
+    assert plain_text(filled_bar((0.0,), 8)) == "────────"
+    assert plain_text(filled_bar(None, 4)) == "····"
+    assert block_line([0, 50, 100, None], 6) == " ▄█·  "
+    assert range_bar(1, 2, 4, 4, 9) == "  ╶─●───╴"
 
 
 @pytest.mark.parametrize("width", [76, 108])
@@ -113,20 +112,20 @@ def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
 
 def test_the_look_follows_the_terminal() -> None:
     usual = choose_style({"TERM": "xterm-256color"}, "utf-8")
-    assert (usual.theme, usual.glyphs, usual.styles) == (STYLE.theme, STYLE.glyphs, STYLE.styles)
+    assert (usual.theme, usual.is_ascii, usual.styles) == (STYLE.theme, False, STYLE.styles)
     assert choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "UTF-8").styles is MONO
-    assert choose_style({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
-    assert choose_style({"TERM": "linux"}, "utf-8").glyphs is ASCII
+    assert choose_style({"TERM": "xterm"}, "ANSI_X3.4-1968").is_ascii
+    assert choose_style({"TERM": "linux"}, "utf-8").is_ascii
     plain_one = choose_style({"TERM": "vt100"}, "utf-8")
-    assert (plain_one.glyphs, plain_one.styles, plain_one.has_color) == (ASCII, MONO, False)
-    assert choose_style({}, None).glyphs is ASCII
+    assert (plain_one.is_ascii, plain_one.styles, plain_one.has_color) == (True, MONO, False)
+    assert choose_style({}, None).is_ascii
 
 
-def test_the_next_theme_keeps_the_glyphs_that_the_terminal_can_show() -> None:
+def test_the_next_theme_keeps_to_ascii_where_the_terminal_needs_it() -> None:
     look = choose_style({"TERM": "xterm"}, "ascii")
     for theme in ["light", "color-blind", "mono", "ascii", "dark"]:
         look = look.with_next_theme()
-        assert (look.theme, look.glyphs) == (theme, ASCII)
+        assert (look.theme, look.is_ascii) == (theme, True)
 
 
 @pytest.mark.parametrize("theme", PALETTES)

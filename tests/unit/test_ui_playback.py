@@ -11,7 +11,7 @@ from dpmon.ui.styled_rows import plain_text, row_width
 from support.history_builders import write_playback_run
 from support.record_builders import SECOND
 from support.screen_harness import ManualClock, open_playback, shows_text
-from support.screen_states import STYLE, played_at
+from support.screen_states import played_at
 
 
 async def test_keys_play_stop_step_and_seek(state: Path) -> None:
@@ -67,7 +67,7 @@ async def test_a_click_on_the_line(state: Path) -> None:
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
 def test_the_time_line_has_its_width_and_marks_the_position(width: int, part: float) -> None:
     length = 3600 * SECOND
-    (row,) = render_timeline(played_at(int(length * part), 3600, is_playing=True, speed=0.25), width, STYLE)
+    (row,) = render_timeline(played_at(int(length * part), 3600, is_playing=True, speed=0.25), width)
     assert row_width(row) == width
     text = plain_text(row)
     assert text.startswith(" playing 0.25× ")

@@ -55,10 +55,10 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     process = state.representative
     assert process is not None
     assert process.mode == "single"
-    assert format_mode_and_devices(process, "x")[0] == "ddp x2"
+    assert format_mode_and_devices(process)[0] == "ddp ×2"
     assert process.last_called_root is not None
     taught = process.with_facts(calls={("Teacher", None): process.last_called_root, **process.calls})
-    assert format_mode_and_devices(taught, "x")[0] == "ddp x2"
+    assert format_mode_and_devices(taught)[0] == "ddp ×2"
     assert toggle_refusal(state.with_facts(processes={**state.processes, taught.process: taught})) is not None
     assert toggle_refusal(facts_of(1, via="DataParallel").state) is None
     assert toggle_refusal(RunSnapshot()) is not None

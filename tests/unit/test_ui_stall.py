@@ -92,9 +92,8 @@ def test_header_and_panel_give_the_same_step(make: Callable[[int], ScreenData], 
 @pytest.mark.parametrize("look", [STYLE, MONO_ASCII])
 def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) -> None:
     rows = rows_text(panel_stall.render_panel(screen_in_stall(8), 76, 4, look))
-    mark = look.glyphs.focus
     assert rows == [
-        f"{mark} 1 cuda:1    27 s  in checkpoint (train.py:12)",
+        "▸ 1 cuda:1    27 s  in checkpoint (train.py:12)",
         " " * 20 + "after step 160, sleeping, 0% CPU",
         "  0, 2-7 wait in backward (train.py:90)  27 s",
         "enter stacks  w stacks now  x stop",

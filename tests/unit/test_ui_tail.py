@@ -12,7 +12,6 @@ from dpmon.ui.panels.panel_output import MAX_ROWS, LogTail, OutputView, matches_
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_emulator import MAX_LINE_CELLS
-from support.screen_states import STYLE
 
 
 class Log:
@@ -32,7 +31,7 @@ class Log:
         return [plain_text(row) for row in self.output.visible_rows(height)]
 
     def place(self) -> str:
-        return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80, STYLE)[1])
+        return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80)[1])
 
     def find(self, needle: str, by: int = 1, height: int = 10) -> str:
         return self.output.find(needle, by > 0, height)

@@ -9,7 +9,6 @@ from dpmon.text.formatting import format_count, format_duration, format_short_el
 from dpmon.ui.chart import bar
 from dpmon.ui.panel_table import DURATION_CELLS, PanelColumn, draw_table
 from dpmon.ui.styled_rows import Row
-from dpmon.ui.terminal_style import TerminalStyle
 
 
 def _epoch_position(step: SlowStep) -> str:
@@ -27,18 +26,17 @@ def _cause(step: SlowStep) -> Row:
     return [(f"{WAITING_TEXT if step.phase == INPUT else step.phase} +{format_duration(step.excess_ns)}", "wait")]
 
 
-def step_rows(slow_steps: SlowSteps, width: int, style: TerminalStyle) -> list[Row]:
+def step_rows(slow_steps: SlowSteps, width: int) -> list[Row]:
     """Return a header and one row of `width` cells per step: when, how long, and which phase was slow by how much."""
     steps = slow_steps.steps
     longest = max((step.wall_ns for step in steps), default=1)
-    full, empty = style.glyphs.bar
 
     def length_bars(bar_width: int) -> Sequence[str | Row]:
         bars: list[str | Row] = [""]
         for step in steps:
             text_style = f"phase.{step.phase}" if step.phase not in (None, INPUT) else "wait"
             shares = ((step.wall_ns - step.excess_ns) / longest, step.excess_ns / longest)
-            bars.append(bar(shares, ((empty, "dim"), (full, text_style)), bar_width, (" ", "")))
+            bars.append(bar(shares, (("─", "dim"), ("━", text_style)), bar_width, (" ", "")))
         return bars
 
     columns = [
@@ -54,4 +52,4 @@ def step_rows(slow_steps: SlowSteps, width: int, style: TerminalStyle) -> list[R
     if any(positions):
         columns.append(PanelColumn("epoch, batch", positions, "dim", is_text=True, rank=1))
     columns.append(PanelColumn(cells=[""] * len(steps), rank=2, min_width=8, draw=length_bars, max_width=width))
-    return draw_table(columns, width, style.glyphs.more)
+    return draw_table(columns, width)

@@ -51,9 +51,8 @@ def preferred_height(screen: ScreenData) -> int:
     if timeline is None:
         return 4 + 5 + 3
     lane_count = len(_ranks_with_steps(screen)) or 1 + len(visible_lanes(timeline))
-    has_sample = screen.state.last_sample is not None
     table_height = 4 + bool(format_quantities(shown_stats(screen)))
-    return table_height + 5 + 1 + bool(timeline.step.buckets) + has_sample + min(lane_count, 9)
+    return table_height + 5 + 1 + bool(timeline.step.buckets) + min(lane_count, 9)
 
 
 def _last_timeline(screen: ScreenData) -> StepTimeline | None:
@@ -68,7 +67,7 @@ def shown_stats(screen: ScreenData) -> StepStats:
     return NO_STEPS if process is None else process.ranged
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle, width: int) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData, width: int) -> tuple[Row, Row]:
     """Return the title with the time range, and the main numbers of that range, for a frame of `width` cells.
 
     A narrow frame omits the last numbers in favor of the mode or rank, then the time range.
@@ -77,12 +76,11 @@ def panel_title(screen: ScreenData, style: TerminalStyle, width: int) -> tuple[R
     if not stats.steps or process is None:
         return [(NAMES["batch"], "title")], []
     range_text = format_time_range(screen.view.range_s)
-    dot = f" {style.glyphs.middot} "
     mode = stats.mode
-    mode_text, _ = format_mode_and_devices(process, style.glyphs.times)
+    mode_text, _ = format_mode_and_devices(process)
     if mode != process.mode:
         devices = () if process.compared is None else process.compared.devices
-        mode_text = f"dp {style.glyphs.times}{len(devices)}" if mode == "dp" else mode
+        mode_text = f"dp ×{len(devices)}" if mode == "dp" else mode
     if process.rank is not None and len(screen.state.training_processes) > 1:
         mode_text = process.name  # these stats are of one rank only
     corner: Row = []
@@ -94,30 +92,30 @@ def panel_title(screen: ScreenData, style: TerminalStyle, width: int) -> tuple[R
         corner += [(name, "dim"), (align_right(format_duration(value), 8), text_style)]
     kind: Row = []
     if stats.kind != TRAINING:
-        kind = [(dot, "dim"), (screen.state.kind_words[stats.kind], "wait")]
-    head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (mode_text, f"mode.{mode}"), *kind]
+        kind = [(" · ", "dim"), (screen.state.kind_words[stats.kind], "wait")]
+    head: Row = [(NAMES["batch"], "title"), (" · ", "dim"), (mode_text, f"mode.{mode}"), *kind]
     if screen.shown_stall is not None:
-        return [*head, (dot + range_text, "dim")], [BEFORE_STALL]
-    sizes = _size_spans(process, dot, style)
+        return [*head, (f" · {range_text}", "dim")], [BEFORE_STALL]
+    sizes = _size_spans(process)
     if row_width(head) + row_width(sizes) + row_width(corner[:-2]) + 7 <= width:
         head += sizes
     free_cells = width - row_width(head) - 7
     while len(corner) > 2 and row_width(corner) > free_cells:
         del corner[-2:]
-    range_span = (dot + range_text, "dim")
+    range_span = (f" · {range_text}", "dim")
     if row_width(corner) + row_width([range_span]) <= free_cells:
         head.append(range_span)
     return head, corner
 
 
-def _size_spans(process: Process, dot: str, style: TerminalStyle) -> Row:
+def _size_spans(process: Process) -> Row:
     """Return the input and output sizes of the last forward, unless panel 2 has a table of them."""
     if process.has_used_dp or process.distributed is not None or process.last_called_root is None:
         return []
     call = process.last_called_root.last
     if call.kind != process.ranged.kind:
         return []
-    return [(f"{dot}{size_text(call.inputs)} {style.glyphs.arrow} {size_text(call.outputs)}", "")]
+    return [(f" · {size_text(call.inputs)} → {size_text(call.outputs)}", "")]
 
 
 def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
@@ -130,13 +128,13 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     max_notes = 1 if height < _TALL_HEIGHT else 2
     if height <= _NO_NOTES_HEIGHT:
         max_notes = 0
-    note_rows = render_notes(screen, process, stats, timeline, width, max_notes, style)
+    note_rows = render_notes(screen, process, stats, timeline, width, max_notes)
     height -= len(note_rows)
     # Every phase that ran and every expected phase of this mode has a column.
     columns = [phase for phase in stats.disjoint_phases if phase.ran or is_expected_phase(process, stats, phase.name)]
     table = _phase_table(columns, stats, width, style, height)
     if (quantity_texts := format_quantities(stats)) and height >= _TALL_HEIGHT:
-        table.append([(truncate(f" {style.glyphs.middot} ".join(quantity_texts), width, style.glyphs.more), "")])
+        table.append([(truncate(" · ".join(quantity_texts), width), "")])
     if screen.view.zoom == "batch":
         table.append(_step_count_row(stats, width, style))
     if screen.shown_stall is not None:
@@ -148,11 +146,10 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
         max_height = max(free_rows // 2, free_rows - 4) if screen.view.zoom is None else free_rows // 2
         if free_rows < 6:
             max_height = 1
-        sample = screen.state.last_sample
         lane_count = len(ranks) or 1 + len(visible_lanes(timeline))
-        waterfall_height = min(1 + bool(timeline.step.buckets) + (sample is not None) + lane_count, max_height)
+        waterfall_height = min(1 + bool(timeline.step.buckets) + lane_count, max_height)
         last_step_rows = render_waterfall(
-            process, width, waterfall_height, style, screen.state.kind_words, ranks, sample
+            process, timeline, width, waterfall_height, style, screen.state.kind_words, ranks
         )
     chart_height = free_rows - len(last_step_rows)
     chart = history_rows(screen, process, width, chart_height, style) if chart_height >= 2 else []
@@ -178,9 +175,9 @@ def _ranks_with_steps(screen: ScreenData) -> list[Process]:
 def _step_count_row(stats: StepStats, width: int, style: TerminalStyle) -> Row:
     """Return a row with the number of steps that the stats cover."""
     text = f"{format_count(stats.steps)} steps"
-    if not style.has_color or style.glyphs.ascii:
+    if not style.has_color or style.is_ascii:
         text += "; a small letter: too short for a cell"
-    return [(truncate(text, width, style.glyphs.more), "dim")]
+    return [(truncate(text, width), "dim")]
 
 
 def _phase_title(phase: str, max_cells: int, style: TerminalStyle, *, other_forward: bool) -> Row:
@@ -194,7 +191,7 @@ def _phase_title(phase: str, max_cells: int, style: TerminalStyle, *, other_forw
     text = phase if len(phase) <= max_cells else phase_by_display_name(phase).short_display_name[:max_cells]
     letter, letter_index = LETTERS[phase], letter_position(phase, text)
     if letter == ".":
-        return [("." if not style.has_color or style.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
+        return [("." if not style.has_color or style.is_ascii else " ", f"chip.{phase}"), (text, "")]
     shown_letter = letter.lower() if letter_index else letter
     marked: Row = [(shown_letter, f"chip.{phase}"), (text[letter_index + 1 :], "")]
     return [(text[:letter_index], ""), *marked] if letter_index else marked
@@ -219,7 +216,7 @@ def _phase_table(
     step = PhaseStats(STEP, stats.steps, stats.median_ns, stats.p95_ns, stats.mean_ns, None)
     step_cells = ["" if row.fact(step) is None else row.cell(step) for row in shown_rows]
     columns.append(PanelColumn("step", step_cells, rank=len(phases) + 1, min_width=DURATION_CELLS))
-    return draw_table(columns, width, style.glyphs.more, keeps_columns=True)
+    return draw_table(columns, width, keeps_columns=True)
 
 
 def history_rows(screen: ScreenData, process: Process, width: int, height: int, style: TerminalStyle) -> list[Row]:
@@ -242,7 +239,7 @@ def history_rows(screen: ScreenData, process: Process, width: int, height: int, 
             scale_label = "0"
         labeled_rows.append([(align_right(scale_label, gutter - 1) + " ", "dim"), *row])
     if has_axis:
-        labeled_rows.append(axis_below_chart(screen, axis, chart, gutter, chart_width, style))
+        labeled_rows.append(axis_below_chart(screen, axis, chart, gutter, chart_width))
     return labeled_rows
 
 
@@ -256,7 +253,6 @@ def render_notes(
     timeline: StepTimeline | None,
     width: int,
     max_rows: int,
-    style: TerminalStyle,
 ) -> list[Row]:
     """Return at most `max_rows` rows of notes on the stats and the last step."""
     longest_notes = _longest_step_note(screen, stats)
@@ -271,8 +267,8 @@ def render_notes(
         texts.append(f"{undrawn_text}: only the first {MAX_SPANS} of a step are recorded")
     if not texts or not max_rows:
         return []
-    text = f" {style.glyphs.middot} ".join(texts)
-    return wrap_to_rows(text, width, max_rows=max_rows, more=style.glyphs.more)
+    text = " · ".join(texts)
+    return wrap_to_rows(text, width, max_rows=max_rows)
 
 
 def _between_steps_note(stats: StepStats) -> list[str]:

@@ -30,7 +30,7 @@ def preferred_height(screen: ScreenData) -> int:
     return 1 if communication is None else len(communication.labeled_texts) + 2
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData, folded: bool) -> tuple[Row, Row]:
     """Return the title and the main number."""
     communication = screen.state.communication
     corner: Row = []
@@ -50,17 +50,17 @@ def render_panel(
     if communication is None:
         return wrap_to_rows(screen.empty_reason(_NO_RANK_TEXT, _NO_RANK_TEXT), width)
     is_full_screen = screen.view.zoom == "compare"
-    fact_rows = _fact_rows(communication, width, style)
+    fact_rows = _fact_rows(communication, width)
     max_rows = max(height - len(fact_rows), 2)
     advice_rows: list[Row] = []
     if advice:
-        advice_rows = _advice_rows(communication, width, None if is_full_screen else max_rows, style)
+        advice_rows = _advice_rows(communication, width, None if is_full_screen else max_rows)
     if not is_full_screen and len(fact_rows) + len(advice_rows) > height:
         fact_rows = fact_rows[: max(height - len(advice_rows), 1)]
     return [*fact_rows, *advice_rows]
 
 
-def _fact_rows(communication: Communication, width: int, style: TerminalStyle) -> list[Row]:
+def _fact_rows(communication: Communication, width: int) -> list[Row]:
     rows: list[Row] = []
     for label, text in communication.labeled_texts:
         label = sanitize_line(label, 40)
@@ -72,7 +72,7 @@ def _fact_rows(communication: Communication, width: int, style: TerminalStyle) -
     return rows
 
 
-def _advice_rows(communication: Communication, width: int, max_rows: int | None, style: TerminalStyle) -> list[Row]:
+def _advice_rows(communication: Communication, width: int, max_rows: int | None) -> list[Row]:
     """Return the findings by weight, each with what to try; only the first one's advice if space is short."""
     rows: list[Row] = []
     for finding in sorted(find_rank_problems(communication), key=lambda finding: -finding.weight):
@@ -81,6 +81,6 @@ def _advice_rows(communication: Communication, width: int, max_rows: int | None,
         advice = sanitize_line(finding.advice_text, 400)
         finding_rows = [*wrap_to_rows(text, width, "wait"), *wrap_to_rows(advice, width, "")]
         if max_rows is not None and len(rows) + len(finding_rows) > max_rows:
-            return rows or wrap_to_rows(advice, width, "", max_rows, style.glyphs.more)
+            return rows or wrap_to_rows(advice, width, "", max_rows)
         rows += finding_rows
     return rows

@@ -55,14 +55,14 @@ def _peak_devices(comparison: Comparison) -> list[str]:
     return sorted({device for peaks in comparison.memory.values() for device in peaks})
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData, folded: bool) -> tuple[Row, Row]:
     """Return the title and the main numbers."""
     comparison = shown_stats(screen)
     speedup, corner = comparison.speedup, list[tuple[str, str]]()
     if speedup is not None and not speedup.sign:
         corner = [("too uncertain" if comparison.uncertain else "no difference shows", "dim")]
     elif speedup is not None:
-        factor, baseline_text = format_factor(speedup.value, style.glyphs.times), "" if folded else " as one device"
+        factor, baseline_text = format_factor(speedup.value, "×"), "" if folded else " as one device"
         corner = [(align_right(factor, 6), "good" if speedup.sign > 0 else "bad"), (f" as fast{baseline_text}", "dim")]
     elif folded and len(comparison.sides) > 1:
         corner = [("no verdict yet", "dim")]
@@ -80,7 +80,7 @@ def render_panel(
     comparison = shown_stats(screen)
     if not comparison.sides:
         return [[(screen.empty_reason("no step was traced", "no step has finished yet"), "dim")]]
-    notes = _note_rows(screen, comparison, width, style) if advice else []
+    notes = _note_rows(screen, comparison, width) if advice else []
     groups = _table_rows(comparison, width, style)
     free_rows = max(height - len(notes), 3) - len(groups["main"])
     # Take the most important rows that fit. The bars and the phases of one mode are in panel 3.
@@ -112,7 +112,7 @@ class _Line(NamedTuple):
 
 def _table_rows(comparison: Comparison, width: int, style: TerminalStyle) -> dict[str, list[Row]]:
     """Return the rows of the table by group, in the order of the screen."""
-    groups, times = _table_lines(comparison, style), style.glyphs.times
+    groups = _table_lines(comparison)
     label_width = 14 if any(line.label == _WITHIN_STEPS for line in groups["main"]) else 12
     cell_width = 11 if width >= 52 else 10
     note_width = width - label_width - len(comparison.sides) * cell_width - 2
@@ -122,7 +122,7 @@ def _table_rows(comparison: Comparison, width: int, style: TerminalStyle) -> dic
         row += [(align_right(line.texts.get(mode, UNKNOWN), cell_width), line.style) for mode in comparison.sides]
         return [*row, ("  ", ""), *line.note] if line.note and row_width(line.note) <= note_width else row
 
-    devices = f" {times}{len(comparison.devices)}" if comparison.devices else ""
+    devices = f" ×{len(comparison.devices)}" if comparison.devices else ""
     header: Row = [(" " * label_width, "")]
     for mode in comparison.sides:
         header.append((align_right(mode + (devices if mode == "dp" else ""), cell_width), f"mode.{mode}"))
@@ -135,16 +135,16 @@ def _table_rows(comparison: Comparison, width: int, style: TerminalStyle) -> dic
 _WITHIN_STEPS = " within steps"
 
 
-def _table_lines(comparison: Comparison, style: TerminalStyle) -> dict[str, list[_Line]]:
+def _table_lines(comparison: Comparison) -> dict[str, list[_Line]]:
     """Return the lines of the table by group, in the order of the screen."""
-    sides, speedup, times = comparison.sides, comparison.speedup, style.glyphs.times
+    sides, speedup = comparison.sides, comparison.speedup
     step_note: Row = []
     efficiency_note: Row = []
     if speedup is not None:
         bounds = f"{format_factor(speedup.low, '')} to {format_factor(speedup.high, '')}"
-        step_note = [(f"{bounds}{times}", "dim")]  # no difference shows: give only the range, not a ratio
+        step_note = [(f"{bounds}×", "dim")]  # no difference shows: give only the range, not a ratio
         if speedup.sign:
-            step_note = [(format_factor(speedup.value, times), "bold"), (f" ({bounds})", "dim")]
+            step_note = [(format_factor(speedup.value, "×"), "bold"), (f" ({bounds})", "dim")]
         if speedup.sign and comparison.efficiency is not None:
             efficiency_note = [(format_percent(comparison.efficiency), "bold"), (" efficiency", "dim")]
     rates = {mode: side.rate for mode, side in sides.items() if side.rate is not None}
@@ -218,11 +218,11 @@ def _bar_rows(comparison: Comparison, width: int, style: TerminalStyle) -> list[
 # ------------------------------------------------------------------------------------------------ notes
 
 
-def _note_rows(screen: ScreenData, comparison: Comparison, width: int, style: TerminalStyle) -> list[Row]:
+def _note_rows(screen: ScreenData, comparison: Comparison, width: int) -> list[Row]:
     """Return the verdict, or why there is none yet, and the caveats."""
     is_full_screen = screen.view.zoom == "compare"
     refusal = _refusal_note(screen)
-    rows = wrap_to_rows(refusal, width, "wait", None if is_full_screen else _MAX_REFUSAL_ROWS, style.glyphs.more)
+    rows = wrap_to_rows(refusal, width, "wait", None if is_full_screen else _MAX_REFUSAL_ROWS)
     verdict = verdict_sentence(comparison)
     if verdict is not None:
         rows += wrap_to_rows(verdict, width, "bold")

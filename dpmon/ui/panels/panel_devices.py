@@ -81,16 +81,15 @@ def _one_name(tracks: Sequence[tuple[int, DeviceHistory]]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool = False) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData, folded: bool = False) -> tuple[Row, Row]:
     """Return the title and the main numbers."""
     tracks = _sorted_gpus(screen)
-    dot = f" {style.glyphs.middot} "
     if tracks:
         name = _one_name(tracks)
         title: Row = [(NAMES["devices"], "title"), (_node_shown(screen), "")]
         if name is not None:
-            count_text = f"{len(tracks)} {style.glyphs.times} " if len(tracks) > 1 else ""
-            title.append((f"{dot}{count_text}{truncate(name, 24, style.glyphs.more)}", ""))
+            count_text = f"{len(tracks)} × " if len(tracks) > 1 else ""
+            title.append((f" · {count_text}{truncate(name, 24)}", ""))
         corner: Row = [("util ", "dim"), (_usage_text(tracks), "")]
         smallest_free = min(
             (total - used for used, total in map(_memory_use, _run_gpu_data(tracks)) if used and total), default=None
@@ -100,7 +99,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool = False) 
             corner += [(" or more", "dim")] if len(tracks) > 1 else []
         return title, corner
     cpu = number_member(screen.state.host.data, "cpu_pct")
-    return [(NAMES["devices"], "title"), (f"{_node_shown(screen)}{dot}host", "")], [
+    return [(NAMES["devices"], "title"), (f"{_node_shown(screen)} · host", "")], [
         ("cpu ", "dim"),
         (align_right(format_rounded(cpu, "%"), 5), ""),
     ]
@@ -131,19 +130,19 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     """Return the rows inside the frame."""
     tracks = _sorted_gpus(screen)
     if not tracks:
-        memory_rows = _memory_rows(screen, width, style)[: 1 + len(screen.state.device_memory)]
+        memory_rows = _memory_rows(screen, width)[: 1 + len(screen.state.device_memory)]
         return [*render_host(screen, width, height - len(memory_rows), style), *memory_rows]
-    note_rows = _throttle_and_missing_rows(tracks, width, style)
-    memory_rows = _memory_rows(screen, width, style)
+    note_rows = _throttle_and_missing_rows(tracks, width)
+    memory_rows = _memory_rows(screen, width)
     free_rows = height - len(note_rows)
     has_details = 2 * len(tracks) + len(memory_rows) <= free_rows
-    rows = _usage_rows(tracks, width, screen, style, with_metrics=not has_details)
+    rows = _usage_rows(tracks, width, screen, with_metrics=not has_details)
     if has_details:
         rows = [row for pair in zip(rows, _detail_rows(tracks, width), strict=True) for row in pair]
     elif len(tracks) > free_rows and width >= _MIN_GRID_CELLS:
         left_width, middle = (width - 2) // 2, -(-len(tracks) // 2)
-        left = _usage_rows(tracks[:middle], left_width, screen, style)
-        right = [*_usage_rows(tracks[middle:], left_width, screen, style), *[[]] * (len(tracks) % 2)]
+        left = _usage_rows(tracks[:middle], left_width, screen)
+        right = [*_usage_rows(tracks[middle:], left_width, screen), *[[]] * (len(tracks) % 2)]
         rows = [[*fit_row(first, left_width + 2), *second] for first, second in zip(left, right, strict=True)]
     if len(rows) + len(memory_rows) + len(note_rows) <= height:
         rows += memory_rows
@@ -154,7 +153,7 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     """Return the rows on the full screen: memory by owner, charts of all devices, then everything known of each."""
     tracks = _sorted_gpus(screen)
     axis = make_device_axis(screen)
-    memory_rows = _memory_rows(screen, width, style)
+    memory_rows = _memory_rows(screen, width)
     if not tracks:
         return [*render_host(screen, width, max(height - len(memory_rows), 3), style, full_size=True), *memory_rows]
     rows: list[Row] = [*memory_rows, []] if memory_rows else []
@@ -162,40 +161,37 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     for index, track in tracks:
         rows += chart_rows(index, track, width, chart_height, axis, style)
     for index, track in tracks:
-        rows += [[], *detail_rows(index, track, width, style)]
+        rows += [[], *detail_rows(index, track, width)]
     return rows
 
 
 # ------------------------------------------------------------------------------------------------ memory by owner
 
 
-def _memory_rows(screen: ScreenData, width: int, style: TerminalStyle) -> list[Row]:
+def _memory_rows(screen: ScreenData, width: int) -> list[Row]:
     """Return a table of the torch memory of each device by owner, and why values are missing."""
     device_memory = screen.state.device_memory
     if not device_memory:
         return []
     labels = PanelColumn("memory", [sanitize_line(memory.label, 40) for memory in device_memory], is_text=True)
-    rows = draw_table([labels, *fact_columns(MEMORY, device_memory)], width, style.glyphs.more)
+    rows = draw_table([labels, *fact_columns(MEMORY, device_memory)], width)
     missing_values = [missing_value for memory in device_memory for missing_value in reasons_of_memory(memory)]
     text = "; ".join(dict.fromkeys(f"{names}: {reason}" for names, reason in missing_values))
-    return [*rows, [(truncate(sanitize_line(text, 300), width, style.glyphs.more), "dim")]] if text else rows
+    return [*rows, [(truncate(sanitize_line(text, 300), width), "dim")]] if text else rows
 
 
 # ------------------------------------------------------------------------------------------------ GPUs
 
 
-def _history_text(
-    track: DeviceHistory, values: Sequence[float | None], axis: TimeAxis, width: int, style: TerminalStyle
-) -> str:
+def _history_text(track: DeviceHistory, values: Sequence[float | None], axis: TimeAxis, width: int) -> str:
     """Draw a history of percentages in `width` cells."""
-    return block_line(resample(values, track.second, axis, width), width, style.glyphs)
+    return block_line(resample(values, track.second, axis, width), width)
 
 
 def _usage_rows(
     tracks: Sequence[tuple[int, DeviceHistory]],
     width: int,
     screen: ScreenData,
-    style: TerminalStyle,
     *,
     with_metrics: bool = True,
 ) -> list[Row]:
@@ -210,10 +206,10 @@ def _usage_rows(
         return [format_rounded(number_member(data, key), unit) for data in samples]
 
     def history(graph_width: int) -> Sequence[str | Row]:
-        return ["", *cells([_history_text(track, track.util, axis, graph_width, style) for _, track in tracks], "bar")]
+        return ["", *cells([_history_text(track, track.util, axis, graph_width) for _, track in tracks], "bar")]
 
     def memory(bar_width: int) -> Sequence[str | Row]:
-        return ["", *(_memory_bar(data, bar_width, style) for data in samples)]
+        return ["", *(_memory_bar(data, bar_width) for data in samples)]
 
     free: list[str | Row] = []
     for data in samples:
@@ -231,7 +227,7 @@ def _usage_rows(
     columns.append(PanelColumn("", free, rank=1, min_width=len("69.8 of 80.0 GiB free")))
     for rank, (key, unit) in enumerate(_METRICS if with_metrics else (), 3):
         columns.append(PanelColumn("", cells(values(key, unit), ""), rank=rank, min_width=5))
-    return draw_table(columns, width, style.glyphs.more)[1:]
+    return draw_table(columns, width)[1:]
 
 
 def _detail_rows(tracks: Sequence[tuple[int, DeviceHistory]], width: int) -> list[Row]:
@@ -264,22 +260,20 @@ def _memory_use(data: Mapping[str, Any]) -> tuple[float | None, float | None]:
     return None if used is None else used + (reserved or 0), number_member(data, "mem_total_bytes")
 
 
-def _memory_bar(data: Mapping[str, Any], width: int, style: TerminalStyle) -> Row:
+def _memory_bar(data: Mapping[str, Any], width: int) -> Row:
     """Draw the memory in use: a full line for this run, a broken one for others; all full if the owners are unknown."""
     used, total, run_bytes = (
         number_member(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes")
     )
     if used is None or not total:
-        return filled_bar(None, width, style.glyphs)
+        return filled_bar(None, width)
     if run_bytes is None and may_belong_to_run(data):
-        return filled_bar((used / total,), width, style.glyphs)
+        return filled_bar((used / total,), width)
     shown_run_bytes = min(run_bytes or 0.0, used)
-    return filled_bar((shown_run_bytes / total, (used - shown_run_bytes) / total), width, style.glyphs)
+    return filled_bar((shown_run_bytes / total, (used - shown_run_bytes) / total), width)
 
 
-def _throttle_and_missing_rows(
-    tracks: Sequence[tuple[int, DeviceHistory]], width: int, style: TerminalStyle
-) -> list[Row]:
+def _throttle_and_missing_rows(tracks: Sequence[tuple[int, DeviceHistory]], width: int) -> list[Row]:
     """Return throttle reasons, and why values are missing: at most one row each."""
     rows: list[Row] = []
     gpus_by_reason: dict[str, list[str]] = {}
@@ -289,10 +283,10 @@ def _throttle_and_missing_rows(
             gpus_by_reason.setdefault(sanitize_line(reason, 40), []).append(gpu_label(index, track.data))
     if gpus_by_reason:
         text = "; ".join(f"{reason}: {' '.join(labels)}" for reason, labels in gpus_by_reason.items())
-        rows.append([("throttled ", "wait"), (truncate(text, max(width - 10, 1), style.glyphs.more), "")])
+        rows.append([("throttled ", "wait"), (truncate(text, max(width - 10, 1)), "")])
     missing_text = missing_value_reasons([track.data for _, track in tracks], _SHOWN_FIELDS)
     if missing_text:
-        rows.append([(truncate(missing_text, width, style.glyphs.more), "dim")])
+        rows.append([(truncate(missing_text, width), "dim")])
     return rows
 
 
@@ -324,16 +318,16 @@ def render_host(
     rows = [] if full_size or width >= row_width(main_row) + 9 + _MIN_GRAPH_CELLS else [of_run]
     main_row = load if rows else main_row
     axis = make_device_axis(screen)
-    load_chart = _history_text(track, track.util, axis, max(min(width - 9 - row_width(main_row), 60), 6), style)
+    load_chart = _history_text(track, track.util, axis, max(min(width - 9 - row_width(main_row), 60), 6))
     rows = [[("host cpu ", "dim"), (load_chart, "bar"), *main_row], *rows]
-    reason_rows = _no_gpu_rows(data, width, style) if full_size else []
+    reason_rows = _no_gpu_rows(data, width) if full_size else []
     plot_rows = host_charts(track, width, min(height - len(rows) - len(reason_rows), _MAX_CHART_ROWS), axis, style)
     return [*rows, *plot_rows, *reason_rows]
 
 
-def _no_gpu_rows(data: Mapping[str, Any], width: int, style: TerminalStyle) -> list[Row]:
+def _no_gpu_rows(data: Mapping[str, Any], width: int) -> list[Row]:
     reason, text = data.get("gpu_absent"), missing_value_reasons([data])
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent
-    return wrap_to_rows(sanitize_line(text, 600), width, max_rows=_MAX_REASON_ROWS, more=style.glyphs.more)
+    return wrap_to_rows(sanitize_line(text, 600), width, max_rows=_MAX_REASON_ROWS)

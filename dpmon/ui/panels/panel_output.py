@@ -13,7 +13,6 @@ from dpmon.text.formatting import format_count
 from dpmon.ui.screen_data import NAMES, ScreenData
 from dpmon.ui.styled_rows import Row, crop_row, plain_text, row_width
 from dpmon.ui.terminal_emulator import TerminalPage
-from dpmon.ui.terminal_style import TerminalStyle
 
 MAX_ROWS = 5000
 """Most rows to store; a few hundred more are dropped at once."""
@@ -169,12 +168,12 @@ def matches_search(text: str, search_text: str) -> bool:
     return search_text in text
 
 
-def panel_title(output: OutputView, screen: ScreenData, width: int, style: TerminalStyle) -> tuple[Row, Row]:
+def panel_title(output: OutputView, screen: ScreenData, width: int) -> tuple[Row, Row]:
     """Return the title and the position in the file, for a frame of `width` cells."""
     tail = output.tail
     title: Row = [(NAMES["output"], "title")]
     if len(output.tails) > 1 and tail is not None:
-        title.append((f" {style.glyphs.middot} {tail.path.name}", "dim"))
+        title.append((f" · {tail.path.name}", "dim"))
     if tail is None or not tail.size:
         return title, []
     if output.top is None:
@@ -188,7 +187,7 @@ def panel_title(output: OutputView, screen: ScreenData, width: int, style: Termi
 _TRACEBACK_LINE = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
-def shorten_traceback_path(row: Row, width: int, more: str) -> Row:
+def shorten_traceback_path(row: Row, width: int) -> Row:
     """Return the row; a traceback line of more than `width` cells loses a part of the file's directory."""
     text = plain_text(row)
     excess_cells = row_width(row) - width
@@ -197,5 +196,5 @@ def shorten_traceback_path(row: Row, width: int, more: str) -> Row:
         return row
     start, end = (span_width(text[:at]) for at in match.span("path"))
     (_, text_style), *_ = crop_row(row, start, end)
-    remaining_row = crop_row(row, min(start + excess_cells + len(more), end), row_width(row))
-    return [*crop_row(row, 0, start), (more, text_style), *remaining_row]
+    remaining_row = crop_row(row, min(start + excess_cells + 1, end), row_width(row))
+    return [*crop_row(row, 0, start), ("…", text_style), *remaining_row]

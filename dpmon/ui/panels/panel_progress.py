@@ -89,10 +89,10 @@ def preferred_height(screen: ScreenData, has_slow_steps: bool = False) -> int:
     return rows
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData, folded: bool) -> tuple[Row, Row]:
     """Return the title and the main number."""
     title: Row = [(NAMES["progress"], "title")]
-    progress, dot = shown_progress(screen), f" {style.glyphs.middot} "
+    progress = shown_progress(screen)
     if screen.is_over and screen.findings is not None:
         count = len(screen.findings)
         corner: Row = [(format_count_with_noun(count, "finding"), "wait")] if count else []
@@ -102,7 +102,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple
         return title, [("loss ", "dim"), *losses] if losses else []
     if folded:
         return title, [(format_batch_of_total(progress).strip(), "bold")]
-    return [*title, (f"{dot}epoch {format_count(progress.epoch)}", "dim")], [(format_batch_of_total(progress), "bold")]
+    return [*title, (f" · epoch {format_count(progress.epoch)}", "dim")], [(format_batch_of_total(progress), "bold")]
 
 
 def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
@@ -110,7 +110,7 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     slowest = screen.state.slowest
     if height < _TALL_HEIGHT or not slowest.steps:
         return _main_rows(screen, width, height, style)
-    slow_rows: list[Row] = [[("longest steps", "title")], *step_rows(slowest, width, style)[: _SLOW_STEPS + 1]]
+    slow_rows: list[Row] = [[("longest steps", "title")], *step_rows(slowest, width)[: _SLOW_STEPS + 1]]
     rows = _main_rows(screen, width, height - len(slow_rows) - 1, style)
     return [*rows, *[[]] * (height - len(rows) - len(slow_rows)), *slow_rows]
 
@@ -190,7 +190,7 @@ def _finding_rows(screen: ScreenData, width: int) -> list[Row]:
 def _progress_rows(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
     """Return the bar of the epoch, each loss with a chart, and as many past epochs as fit."""
     progress, curves = shown_progress(screen), shown_losses(screen)[: max((height - 1) // 2, 1)]
-    rows = [] if screen.is_over else _epoch_bar(progress, width, style)
+    rows = [] if screen.is_over else _epoch_bar(progress, width)
     free_rows = height - len(rows) - len(curves)
     epochs = _listed_epochs(screen)
     max_epoch_rows = min(max(_EPOCH_ROWS, free_rows // 3), free_rows - _MIN_LOSS_ROWS * len(curves))
@@ -200,17 +200,17 @@ def _progress_rows(screen: ScreenData, width: int, height: int, style: TerminalS
     rows_per_loss = max(free_rows - epoch_rows, 0) // max(len(curves), 1)
     for curve in curves:
         rows += _loss_rows(screen, curve, len(curves) > 1, width, rows_per_loss, style)
-    return [*rows, *_epoch_table(epochs, width, epoch_rows, style)] if epoch_rows else rows
+    return [*rows, *_epoch_table(epochs, width, epoch_rows)] if epoch_rows else rows
 
 
-def _epoch_bar(progress: Progress, width: int, style: TerminalStyle) -> list[Row]:
+def _epoch_bar(progress: Progress, width: int) -> list[Row]:
     """Return a row with the done part of the epoch and the time left, or why they are unknown."""
     if progress.epoch is None or progress.batch is None or not progress.batches:
         values = {"epoch": progress.epoch, "batch": progress.batch}
         name = next((name for name, value in values.items() if value is None), "batches")
         reason = sanitize_line(progress.absent.get(name, ""), 200)
         text = f"no length: {reason}" if name == "batches" else reason
-        return [[(truncate(text, width, style.glyphs.more), "dim")]] if reason else []
+        return [[(truncate(text, width), "dim")]] if reason else []
     done_share = progress.batch / progress.batches
     percentage: Row = [(align_right(format_percent(done_share), 6), "bold")]
     time_left: Row = []
@@ -218,15 +218,15 @@ def _epoch_bar(progress: Progress, width: int, style: TerminalStyle) -> list[Row
         time_left = [("  ", ""), (f"{format_time_left(progress.left_ns, progress.error_ns)} left".rjust(16), "")]
     if width - row_width(percentage) - row_width(time_left) < _MIN_BAR_CELLS:
         time_left = []
-    bar = filled_bar((min(done_share, 1.0),), width - row_width(percentage) - row_width(time_left), style.glyphs)
+    bar = filled_bar((min(done_share, 1.0),), width - row_width(percentage) - row_width(time_left))
     return [[*bar, *percentage, *time_left]]
 
 
-def _epoch_table(epochs: Sequence[Epoch], width: int, height: int, style: TerminalStyle) -> list[Row]:
+def _epoch_table(epochs: Sequence[Epoch], width: int, height: int) -> list[Row]:
     """Return a table of epochs, the newest first, as many as fit."""
     epochs = [*reversed(epochs)][: height - 1]
     numbers = PanelColumn(EPOCHS.label.head, [EPOCHS.label.cell(epoch) for epoch in epochs])
-    return draw_table([numbers, *fact_columns(EPOCHS, epochs)], width, style.glyphs.more)
+    return draw_table([numbers, *fact_columns(EPOCHS, epochs)], width)
 
 
 def _loss_rows(
@@ -239,7 +239,7 @@ def _loss_rows(
     if curve.smoothed is not None:
         header += [("smoothed ", "bar"), loss_span(curve.smoothed, 8)]
     if has_several:
-        header.append((truncate(sanitize_line(curve.place, 200), 24, style.glyphs.more) + " ", "dim"))
+        header.append((truncate(sanitize_line(curve.place, 200), 24) + " ", "dim"))
     in_header = height < 2
     chart_width = width - (row_width(header) if in_header else _GUTTER_CELLS)
     if chart_width < _MIN_BAR_CELLS:
@@ -256,9 +256,9 @@ def _loss_rows(
     places, means = zip(*points, strict=True)
     lines = ((points, "dim"), ([*zip(places, smooth_losses(means), strict=True)], "bar"))
     if in_header:
-        (row,) = line_chart(lines[1:], invalid_places, chart_width, 1, low, top, style.glyphs)
+        (row,) = line_chart(lines[1:], invalid_places, chart_width, 1, low, top, style)
         return [[*header, *row]]
-    chart = line_chart(lines, invalid_places, chart_width, height, low, top, style.glyphs)
+    chart = line_chart(lines, invalid_places, chart_width, height, low, top, style)
     (top_text, _), (low_text, _) = loss_span(top, 0), loss_span(low, 0)
     scale_labels = {0: top_text if top > low else "", len(chart) - 1: low_text}
     rows: list[Row] = [
@@ -267,4 +267,4 @@ def _loss_rows(
     ]
     start_text = f"since {format_elapsed(axis.start_s * SECOND)}"
     right: Row = [(start_text, "dim")] if row_width(header) + len(start_text) < width else []
-    return [join_left_right(header, right, width, style.glyphs.more), *rows]
+    return [join_left_right(header, right, width), *rows]

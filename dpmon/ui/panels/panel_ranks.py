@@ -121,13 +121,13 @@ def shows_time(screen: ScreenData, width: int, height: int) -> bool:
     return height >= map_rows + 2 + _MIN_TABLE_ROWS + _MIN_OVER_TIME_ROWS
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData) -> tuple[Row, Row]:
     """Return the title and the main number."""
     processes = screen.state.training_processes
     track = shown_call(screen)
     call_row: Row = []
     if track is not None and track.last.kind == screen.state.main_kind:
-        call_row = [*kind_mark(screen, track.last, style), (call_name(track.last, f" {style.glyphs.middot} "), "")]
+        call_row = [*kind_mark(screen, track.last), (call_name(track.last), "")]
     corner: Row = [("step", "dim"), (align_right(format_count(screen.state.step), 9), "")]
     node_text = f" on {format_count_with_noun(len(screen.state.nodes), 'node')}" if screen.state.nodes else ""
     node_text = f" on {processes[0].node}" if screen.view.node_number is not None and processes else node_text
@@ -150,10 +150,10 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
         if screen.view.zoom is None:  # the slowest rank's row is more important than the whole map
             del map_rows[max(height - 2, 1) :]
     if communication is None:
-        return [*map_rows, *_sizes_table(screen, width, height - len(map_rows), style)]
-    header, *rows = _times_table(screen, communication, width, height, style)
+        return [*map_rows, *_sizes_table(screen, width, height - len(map_rows))]
+    header, *rows = _times_table(screen, communication, width, height)
     max_rows = max(max_rows - len(map_rows) - 1, 1)
-    note_rows = _note_rows(screen, communication, width, max_rows, len(rows), style)
+    note_rows = _note_rows(screen, communication, width, max_rows, len(rows))
     max_rows = max(max_rows - len(note_rows), 1)
     straggler = screen.state.straggler
     if straggler is not None and len(rows) > max_rows:
@@ -173,7 +173,7 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
 
 
 def _note_rows(
-    screen: ScreenData, communication: Communication, width: int, max_rows: int, rank_count: int, style: TerminalStyle
+    screen: ScreenData, communication: Communication, width: int, max_rows: int, rank_count: int
 ) -> list[Row]:
     """Return the rows below the ranks: the straggler, then notes. One row of `max_rows` is left for a rank.
 
@@ -182,12 +182,12 @@ def _note_rows(
     straggler = screen.current_straggler
     max_note_rows = max(max_rows - 1, 0)
     rows: list[Row] = []
-    if not screen.is_live or (reports_straggler(screen, style) and screen.view.zoom != "replicas"):
+    if not screen.is_live or (reports_straggler(screen) and screen.view.zoom != "replicas"):
         pass
     elif straggler is not None:
         rows = wrap_to_rows(straggler_sentence(straggler, lately=True), width, "wait")
         if len(rows) + rank_count > max_rows:
-            rows = wrap_to_rows(short_sentence(straggler), width, "wait", max(max_note_rows, 1), style.glyphs.more)
+            rows = wrap_to_rows(short_sentence(straggler), width, "wait", max(max_note_rows, 1))
     elif (count := communication.step_count_with_waits) < MIN_STEPS:
         text = f"a straggler is reported after {MIN_STEPS} steps with known waits: {count} so far"
         rows = wrap_to_rows(text, width)
@@ -214,9 +214,7 @@ def _table_ranks(screen: ScreenData, communication: Communication) -> list[_Rank
     return [_RankRow(process, track, rank) for (process, track), rank in zip(rows, shown_times, strict=True)]
 
 
-def _times_table(
-    screen: ScreenData, communication: Communication, width: int, height: int, style: TerminalStyle
-) -> list[Row]:
+def _times_table(screen: ScreenData, communication: Communication, width: int, height: int) -> list[Row]:
     """Return a header and one row per rank: mean times, a bar of its step, and the sizes if there is room."""
     ranks, straggler = _table_ranks(screen, communication), screen.state.straggler
     is_slow = [_is_slow(straggler, rank) for rank in ranks]
@@ -230,10 +228,10 @@ def _times_table(
         return column._replace(cells=[[(str(cell), "wait" if slow else "")] for cell, slow in pairs])
 
     def step_bars(bar_width: int) -> Sequence[str | Row]:
-        bars: list[str | Row] = [busy_legend(bar_width, style.glyphs)]
-        return bars + [_step_bar(rank.times, top, bar_width, style) for rank in ranks]
+        bars: list[str | Row] = [busy_legend(bar_width)]
+        return bars + [_step_bar(rank.times, top, bar_width) for rank in ranks]
 
-    columns = _label_columns(screen, [rank.process for rank in ranks], [rank.track for rank in ranks], style)
+    columns = _label_columns(screen, [rank.process for rank in ranks], [rank.track for rank in ranks])
     times = fact_columns(RANK_TIMES, [rank.times for rank in ranks], {WAIT: "bold"})
     columns += map(in_slow_style, times)
     bars = PanelColumn(cells=[""] * len(ranks), rank=1, min_width=_MIN_BAR_CELLS, draw=step_bars)
@@ -243,19 +241,19 @@ def _times_table(
     tracks = [rank.track for rank in ranks[: max(height, 1)]]
     if None not in tracks:
         columns += [column._replace(style="dim", rank=2) for column in _size_columns(screen, tracks, len(ranks))]
-    return draw_table(columns, width, style.glyphs.more)
+    return draw_table(columns, width)
 
 
 def _label_columns(
-    screen: ScreenData, processes: Sequence[Process], tracks: Sequence[CallTimings | None], style: TerminalStyle
+    screen: ScreenData, processes: Sequence[Process], tracks: Sequence[CallTimings | None]
 ) -> list[PanelColumn]:
     """Return a mark for the straggler and the chosen process, the rank or process, its node and its device."""
     straggler, labels = screen.state.straggler, list[str | Row]()
     for process in processes:
         is_slow = straggler is not None and process.process in straggler.processes
-        mark = style.glyphs.ring if process.process == screen.view.process_index else " "
+        mark = "○" if process.process == screen.view.process_index else " "
         number = align_right(str(process.number), 4)
-        labels.append([(style.glyphs.focus if is_slow else mark, "wait"), (number, "wait" if is_slow else "bold")])
+        labels.append([("▸" if is_slow else mark, "wait"), (number, "wait" if is_slow else "bold")])
     title = "rank" if any(process.rank is not None for process in processes[:1]) else "proc"
     columns = [PanelColumn(title, labels)]
     if screen.state.nodes:
@@ -280,9 +278,9 @@ def _is_slow(straggler: Straggler | None, rank: _RankRow) -> bool:
     return straggler is not None and rank.process.process in straggler.processes
 
 
-def _step_bar(times: RankTimes, top: float, width: int, style: TerminalStyle) -> Row:
+def _step_bar(times: RankTimes, top: float, width: int) -> Row:
     exposed, wait = times.exposed_ns or 0.0, times.wait_ns or 0.0
-    return busy_bar((max((times.step_ns or 0.0) - exposed - wait, 0.0), exposed, wait), top, width, style.glyphs)
+    return busy_bar((max((times.step_ns or 0.0) - exposed - wait, 0.0), exposed, wait), top, width)
 
 
 def _sizes_of(screen: ScreenData, track: CallTimings | None) -> tuple[str, str, str]:
@@ -304,18 +302,18 @@ def _device_text(process: Process, track: CallTimings | None) -> str:
 # ------------------------------------------------------------------------------------------------ sizes
 
 
-def _sizes_table(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+def _sizes_table(screen: ScreenData, width: int, height: int) -> list[Row]:
     """Return a header, one row per rank with its sizes and medians, and why the waits are unknown."""
     count = len(screen.state.training_processes)
     rows = _process_calls(screen, max(height, 2) + 1 + screen.view.first_rows.get("replicas", 0))
     processes, tracks = [process for process, _ in rows], [track for _, track in rows]
-    columns = [*_label_columns(screen, processes, tracks, style), *_size_columns(screen, tracks, len(tracks))]
+    columns = [*_label_columns(screen, processes, tracks), *_size_columns(screen, tracks, len(tracks))]
     for phase in ("forward", "backward"):
         medians = [_phase_median(process, phase) for process in processes]
         columns.append(PanelColumn(phase, medians, short=phase[:4], min_width=DURATION_CELLS))
     steps = [format_duration(process.figures.median_ns) for process in processes]
     columns.append(PanelColumn("step", steps, "bold", min_width=DURATION_CELLS))
-    table = draw_table(columns, width, style.glyphs.more)
+    table = draw_table(columns, width)
     table += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     communication = screen.state.communication
     reason = None if communication is None else communication.missing
@@ -352,8 +350,8 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
         pid, rank_count = process.info.pid, process.info.world or UNKNOWN
         name = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {rank_count}"
         name += node_suffix(process.node)
-        mark = [] if track is None else kind_mark(screen, track.last, style)
+        mark = [] if track is None else kind_mark(screen, track.last)
         pid_text = f"  pid {UNKNOWN if pid is None else pid}"
         rows.append([(f"{name}  {_device_text(process, track)}", "bold"), (pid_text, "dim"), *mark])
-        rows += all_size_rows(track.last.inputs, track.last.outputs, width, style) if track is not None else []
+        rows += all_size_rows(track.last.inputs, track.last.outputs, width) if track is not None else []
     return rows

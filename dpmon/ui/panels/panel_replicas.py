@@ -92,30 +92,29 @@ def preferred_height(screen: ScreenData, _: int = 0) -> int:
     return len(call.stages) + 2 if _is_staged(call) else max(len(call.devices), len(call.replicas), 1) + 1
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData) -> tuple[Row, Row]:
     """Return the title and the main number."""
     choice, number, count = current_choice(screen)
     if choice is None:
         return [(NAMES["replicas"], "title")], []
     call = choice.track.last
-    dot = f" {style.glyphs.middot} "
-    part_text = f"{dot}call {choice.nth} of {choice.per_step} per step" if choice.per_step > 1 else ""
-    choice_text = f"{dot}{number} of {count}" if number else ""
+    part_text = f" · call {choice.nth} of {choice.per_step} per step" if choice.per_step > 1 else ""
+    choice_text = f" · {number} of {count}" if number else ""
     if count > 1 and not number:
-        choice_text = f"{dot}newest of {count}"
+        choice_text = f" · newest of {count}"
     corner: Row = [("call", "dim"), (align_right(format_count(call.call), 9), "")]
     title = "2 Stages" if _is_staged(call) else NAMES["replicas"]
     # The names come last, so that they are cut before the number of the choice.
-    mark, name = kind_mark(screen, call, style), call_name(call, dot)
+    mark, name = kind_mark(screen, call), call_name(call)
     return [(title, "title"), (choice_text + part_text, ""), *mark, (name, "")], corner
 
 
-def call_name(call: Call, dot: str) -> str:
-    """Return the root module of a call and what called it, separated by `dot`."""
-    return f"{dot}{sanitize_line(call.root, 60)}{dot}{sanitize_line(call.via, 40) if call.via else 'bare module'}"
+def call_name(call: Call) -> str:
+    """Return the root module of a call and what called it, each after a dot."""
+    return f" · {sanitize_line(call.root, 60)} · {sanitize_line(call.via, 40) if call.via else 'bare module'}"
 
 
-def kind_mark(screen: ScreenData, call: Call, style: TerminalStyle) -> Row:
+def kind_mark(screen: ScreenData, call: Call) -> Row:
     """Return a mark for a call of another kind than training, without gradients or in eval mode; else empty."""
     if call.kind != TRAINING:
         mark = screen.state.kind_words[call.kind]
@@ -125,7 +124,7 @@ def kind_mark(screen: ScreenData, call: Call, style: TerminalStyle) -> Row:
         mark = "eval mode"
     else:
         return []
-    return [(f" {style.glyphs.middot} ", ""), (mark, "wait")]
+    return [(" · ", ""), (mark, "wait")]
 
 
 def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
@@ -134,14 +133,14 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     if track is None:
         return [[(screen.empty_reason("no call was traced", "no call yet"), "dim")]]
     call = track.last
-    staged, rows = _is_staged(call), _part_table(track, width, style)[0 if height > 1 else 1 :]
+    staged, rows = _is_staged(call), _part_table(track, width)[0 if height > 1 else 1 :]
     if not call.stages if staged else not call.replicas:
         rows.append([(f"no {'stage' if staged else 'replica'} of this call was seen", "dim")])
-    rows += _idle_device_rows(call, style)
+    rows += _idle_device_rows(call)
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
-        rows += wrap_to_rows(sanitize_line(reason, 300), width, max_rows=None if staged else 1, more=style.glyphs.more)
+        rows += wrap_to_rows(sanitize_line(reason, 300), width, max_rows=None if staged else 1)
     process = screen.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's CPU"
@@ -181,7 +180,7 @@ def _timed_parts(track: CallTimings) -> list[_TimedPart]:
     ]
 
 
-def _part_table(track: CallTimings, width: int, style: TerminalStyle) -> list[Row]:
+def _part_table(track: CallTimings, width: int) -> list[Row]:
     """Return a header, and a row per replica with its share of the batch, or per stage with its incoming tensors."""
     call, parts = track.last, _timed_parts(track)
     device, *times = fact_columns(PART_TIMES, parts, dict.fromkeys(("host time", "on device"), "bold"))
@@ -193,24 +192,24 @@ def _part_table(track: CallTimings, width: int, style: TerminalStyle) -> list[Ro
     columns.append(PanelColumn("output", [size_text(part.part.outputs) for part in parts], is_text=True))
     if _is_staged(call):
         crossed = [format_bytes(stage.crossed_bytes) if stage.stage else "" for stage in call.stages]
-        return draw_table([*columns, PanelColumn("crossed", crossed, min_width=8), *times], width, style.glyphs.more)
+        return draw_table([*columns, PanelColumn("crossed", crossed, min_width=8), *times], width)
     counts = [count_rows(part.part.inputs, call.dim) for part in parts]
     columns.append(PanelColumn("rows", [UNKNOWN if count is None else str(count) for count in counts], min_width=4))
 
     def share_bars(bar_width: int) -> Sequence[str | Row]:
         shares = [(count / call.rows,) if count is not None and call.rows else None for count in counts]
-        return ["share".ljust(bar_width), *(filled_bar(share, bar_width, style.glyphs) for share in shares)]
+        return ["share".ljust(bar_width), *(filled_bar(share, bar_width) for share in shares)]
 
     def spread_bars(bar_width: int) -> Sequence[str | Row]:
-        return _spread_bars([part.spread for part in parts], bar_width, style)
+        return _spread_bars([part.spread for part in parts], bar_width)
 
     columns.append(PanelColumn(cells=[""] * len(parts), rank=2, min_width=len("share"), draw=share_bars))
     spread = PanelColumn(cells=[""] * len(parts), rank=1, min_width=len("spread"), draw=spread_bars, max_width=48)
     spread = spread._replace(wanted_width=len("1.25ms 4.19ms"))
-    return draw_table([*columns, *times, spread], width, style.glyphs.more)
+    return draw_table([*columns, *times, spread], width)
 
 
-def _spread_bars(spreads: Sequence[TimePercentiles | None], width: int, style: TerminalStyle) -> Sequence[str | Row]:
+def _spread_bars(spreads: Sequence[TimePercentiles | None], width: int) -> Sequence[str | Row]:
     """Return a title and the range of each replica's times, on a scale up to the slowest one.
 
     The scale starts at the fastest one, unless that would magnify noise.
@@ -221,7 +220,7 @@ def _spread_bars(spreads: Sequence[TimePercentiles | None], width: int, style: T
     for times in spreads:
         text = " " * width
         if times is not None:
-            text = range_bar(times.low, times.middle, times.high, top, width, style.glyphs, bottom)
+            text = range_bar(times.low, times.middle, times.high, top, width, bottom)
         bars.append([(text, "bar")])
     return bars
 
@@ -253,7 +252,6 @@ def all_size_rows(
     inputs: tuple[Size, ...] | None,
     outputs: tuple[Size, ...] | None,
     width: int,
-    style: TerminalStyle,
 ) -> list[Row]:
     """Return a row per input or output size."""
     rows: list[Row] = []
@@ -261,7 +259,7 @@ def all_size_rows(
         if sizes is None:
             rows.append([(f"   {label}  {UNKNOWN}  not seen", "dim")])
         for size in sizes or ():
-            rows.append([(f"   {label}  ", "dim"), (truncate(_size_line(size), width - 8, style.glyphs.more), "")])
+            rows.append([(f"   {label}  ", "dim"), (truncate(_size_line(size), width - 8), "")])
     return rows
 
 
@@ -277,7 +275,7 @@ def _shape_text(size: Size, max_dimensions: int) -> str:
     return " of ".join("[" + ", ".join(str(extent) for extent in shape[:max_dimensions]) + "]" for shape in shapes)
 
 
-def _idle_device_rows(call: Call, style: TerminalStyle) -> list[Row]:
+def _idle_device_rows(call: Call) -> list[Row]:
     """Return a row for each device that received nothing, with the reason."""
     if call.mode != "dp":
         return []
@@ -311,13 +309,13 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
         return rows
     rows.append([])
     if not _is_staged(track.last):
-        mode, devices = format_mode_and_devices(screen.process, style.glyphs.times)
+        mode, devices = format_mode_and_devices(screen.process)
         rows.append([(f"mode {mode}  {devices}", "dim")])
         rows += wrap_to_rows(_host_times_note(track), width)
         rows.append([])
     for part in _timed_parts(track):
         names = sanitize_line(", ".join(part.part.parts), 200) if isinstance(part.part, Stage) else ""
         heading: Row = [(f"{part.number:2} {part.device}  ", "bold"), (names, "")]
-        rows.append(fit_row(heading, width, style.glyphs.more))
-        rows += all_size_rows(part.part.inputs, part.part.outputs, width, style)
+        rows.append(fit_row(heading, width))
+        rows += all_size_rows(part.part.inputs, part.part.outputs, width)
     return rows

@@ -66,7 +66,7 @@ def preferred_height(screen: ScreenData, _: int = 0) -> int:
     return max(2 * sum(not rank.waits for rank in ranks) + waiting_places, 2)
 
 
-def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
+def panel_title(screen: ScreenData) -> tuple[Row, Row]:
     """Return the title and the last step before the stall."""
     ranks, step = _stalled_ranks(screen), stalled_step(screen)
     corner_text = "stalled" if step is None else f"stalled after step {format_count(step)}"
@@ -79,11 +79,11 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     ranks = _stalled_ranks(screen)
     if not ranks:
         text = "" if screen.shown_stall is None else sanitize_line(screen.shown_stall.text, 400)
-        return wrap_to_rows(text or "the record of the stall is damaged", width, "bad", height, style.glyphs.more)
+        return wrap_to_rows(text or "the record of the stall is damaged", width, "bad", height)
     blamed, waiting = ([rank for rank in ranks if rank.waits is waits] for waits in (False, True))
-    waiting_rows = _waiting_ranks_row(waiting, screen, style)
-    detailed, brief = (_blamed_rank_rows(blamed, screen, width, style, details=details) for details in (True, False))
-    grouped = _waiting_ranks_row(blamed, screen, style)
+    waiting_rows = _waiting_ranks_row(waiting)
+    detailed, brief = (_blamed_rank_rows(blamed, screen, width, details=details) for details in (True, False))
+    grouped = _waiting_ranks_row(blamed)
     max_rows = height - len(waiting_rows)
     blamed_rows = next((rows for rows in (detailed, brief) if len(rows) <= max_rows), grouped)
     rows = [*blamed_rows, *waiting_rows]
@@ -110,9 +110,7 @@ def _format_duration(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else f"{max(seconds, 0):,.0f} s"
 
 
-def _blamed_rank_rows(
-    ranks: Sequence[RankReport], screen: ScreenData, width: int, style: TerminalStyle, *, details: bool
-) -> list[Row]:
+def _blamed_rank_rows(ranks: Sequence[RankReport], screen: ScreenData, width: int, *, details: bool) -> list[Row]:
     """Return the rows of the blamed ranks; `details`: also step, state and CPU of each."""
     numbers = ["" if rank.rank is None else str(rank.rank) for rank in ranks]
     number_width = max(map(len, numbers), default=0)
@@ -121,7 +119,7 @@ def _blamed_rank_rows(
     rows: list[Row] = []
     for rank, number, device in zip(ranks, numbers, devices, strict=True):
         rank_details = _details(rank)
-        lead: Row = [(f"{style.glyphs.focus} ", "bad"), (number.rjust(number_width) + " " * bool(number_width), "bad")]
+        lead: Row = [("▸ ", "bad"), (number.rjust(number_width) + " " * bool(number_width), "bad")]
         lead += [(device.ljust(device_width) + "  ", "")] if device_width else []
         lead.append((_format_duration(rank.for_s).rjust(6) + "  ", "bold"))
         indent = row_width(lead)
@@ -129,13 +127,13 @@ def _blamed_rank_rows(
         if details and len(rank.words) + 2 + len(rank_details) <= text_width:
             rows.append([*lead, (rank.words, "bad"), (f"  {rank_details}", "dim")])
             continue
-        lines = [(line, "bad") for line in wrap_text(rank.words, text_width, 2 if details else 1, style.glyphs.more)]
-        lines += [(line, "dim") for line in wrap_text(rank_details, text_width, 1, style.glyphs.more) if details]
+        lines = [(line, "bad") for line in wrap_text(rank.words, text_width, 2 if details else 1)]
+        lines += [(line, "dim") for line in wrap_text(rank_details, text_width, 1) if details]
         rows += [[*([(" " * indent, "")] if index else lead), span] for index, span in enumerate(lines)]
     return rows
 
 
-def _waiting_ranks_row(ranks: Sequence[RankReport], screen: ScreenData, style: TerminalStyle) -> list[Row]:
+def _waiting_ranks_row(ranks: Sequence[RankReport]) -> list[Row]:
     """Return a row for all ranks at the same location, with the time since the last one arrived there."""
     groups: dict[str, list[RankReport]] = {}
     for rank in ranks:
@@ -148,7 +146,7 @@ def _waiting_ranks_row(ranks: Sequence[RankReport], screen: ScreenData, style: T
             ranks_text = "1 process" if len(members) == 1 else f"{format_count(len(members))} processes"
         ranks_text = ranks_text if len(ranks_text) <= _MAX_RANKS_CELLS else format_count_with_noun(len(members), "rank")
         for_s = min((rank.for_s for rank in members if rank.for_s is not None), default=None)
-        mark, text_style = f"{style.glyphs.focus} ", "bad"
+        mark, text_style = "▸ ", "bad"
         if any(rank.waits for rank in members):  # then all of them wait
             mark, text_style = "  ", ""
             words = f"{'waits' if len(members) == 1 else 'wait'} {words}"

@@ -60,27 +60,27 @@ class _StatusPart(NamedTuple):
 
 def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
     """Return `height` rows of `width` cells: two if panels are side by side, three on a narrow screen."""
-    activity, ellipsis = describe_activity(screen), style.glyphs.more
-    metrics, modes = _metric_parts(screen, style), _mode_parts(screen, style)
+    activity = describe_activity(screen)
+    metrics, modes = _metric_parts(screen), _mode_parts(screen)
     clock = _StatusPart([(format_elapsed(screen.elapsed_ns), "")], 1)
     if height >= 3:
-        first, _ = _first_row(screen, activity, [clock, *modes], width, style)
+        first, _ = _first_row(screen, activity, [clock, *modes], width)
         second, omitted = _choose_fitting_parts(metrics, width - 2)
         rows: list[Row] = [first, [(" ", ""), *second]]
     else:
-        first, omitted = _first_row(screen, activity, [clock, *metrics, *modes], width, style)
+        first, omitted = _first_row(screen, activity, [clock, *metrics, *modes], width)
         rows = [first]
-    reply = reply_message(screen, style)
+    reply = reply_message(screen)
     detail_row: Row = []
     if activity.detail not in plain_text(first) and screen.stop_progress is None and not reply:
         separator = " " if screen.is_over else ": "
         detail_row = [(f"{activity.word}{separator}", activity.style), (activity.detail, ""), ("  ", "")]
     max_cells = width - 2 - row_width(detail_row)
-    message = _message_row(screen, style, max_cells, omitted)
+    message = _message_row(screen, max_cells, omitted)
     if height >= 3 and screen.shown_stall is not None:  # the sentence needs more room than the rates, which are unknown
-        sentence, *continuation = wrap_text(plain_text(_stall_message(screen, style)), width - 2, 2, ellipsis)
+        sentence, *continuation = wrap_text(plain_text(_stall_message(screen)), width - 2, 2)
         rows[1] = [(" ", ""), (sentence, "bad")]
-        if message == _stall_message(screen, style):
+        if message == _stall_message(screen):
             progress_row = second if shown_progress(screen).epoch is not None and not screen.is_over else []
             message = [(line, "bad") for line in continuation] or _recent_warning(screen) or progress_row
     corner = _lost_records_part(screen)
@@ -91,10 +91,10 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
         elif max_cells - row_width(corner) < _MIN_MESSAGE_CELLS:
             detail_row = []
     message = [(" ", ""), *detail_row, *message]
-    corner = corner or _next_command_hint(screen, width - row_width(message), style)
-    rows.append(join_left_right(message, corner, width, ellipsis))
+    corner = corner or _next_command_hint(screen, width - row_width(message))
+    rows.append(join_left_right(message, corner, width))
     blank_row: Row = [(" " * width, "")]
-    return [*(fit_row(row, width, ellipsis) for row in rows), *[blank_row] * height][:height]
+    return [*(fit_row(row, width) for row in rows), *[blank_row] * height][:height]
 
 
 def _choose_fitting_parts(parts: Sequence[_StatusPart], free_cells: int) -> tuple[Row, list[_StatusPart]]:
@@ -113,7 +113,7 @@ def _choose_fitting_parts(parts: Sequence[_StatusPart], free_cells: int) -> tupl
 
 
 def _first_row(
-    screen: ScreenData, activity: ActivityText, parts: Sequence[_StatusPart], width: int, style: TerminalStyle
+    screen: ScreenData, activity: ActivityText, parts: Sequence[_StatusPart], width: int
 ) -> tuple[Row, list[_StatusPart]]:
     """Return the first row, with name and state at the left and these parts at the right; and the omitted parts."""
     brand = " dpmon  " if width >= _MIN_BRAND_CELLS else " "
@@ -124,9 +124,9 @@ def _first_row(
             age_s = max(screen.cursor.present_ns - screen.now_ns, 0) / SECOND
             ago_text = f", {age_s:.0f} s ago" if age_s < 59.5 else f", {format_minutes(age_s)} ago"
         prefix = [(f"at {format_elapsed(screen.now_ns)}{ago_text} ", "wait")]
-    mark = {"good": style.glyphs.dot, "bad": style.glyphs.cross}.get(activity.style, style.glyphs.ring)
+    mark = {"good": "●", "bad": "✗"}.get(activity.style, "○")
     if activity.word == STALLED.upper():
-        mark = style.glyphs.square
+        mark = "■"
     state: Row = [*prefix, (f"{mark} {activity.word}", activity.style)]
     colon = ":" if activity.word in (STARTING, "ending") else ""
     detail: Row = [(f"{colon} {activity.detail}", "dim")] if activity.detail else []
@@ -136,12 +136,12 @@ def _first_row(
     state_width = max(row_width(state), min(_MIN_STATE_CELLS, free_cells // 3))
     metrics, omitted = _choose_fitting_parts(parts, free_cells - state_width)
     free_cells = width - len(brand) - row_width(metrics) - 4
-    name = truncate(screen.title, max(free_cells - row_width(state), _MIN_NAME_CELLS), style.glyphs.more)
+    name = truncate(screen.title, max(free_cells - row_width(state), _MIN_NAME_CELLS))
     # Show the detail in full or not at all: if it does not fit here, the row below shows it.
     if span_width(name) + row_width(state) + row_width(detail) <= free_cells:
         state += detail
     left: Row = [(brand, "dim"), (name + "  ", "title"), *state]
-    return join_left_right(left, [*metrics, (" ", "")] if metrics else [], width, style.glyphs.more), omitted
+    return join_left_right(left, [*metrics, (" ", "")] if metrics else [], width), omitted
 
 
 def _current_throughput(screen: ScreenData) -> Throughput:
@@ -152,9 +152,9 @@ def _current_throughput(screen: ScreenData) -> Throughput:
     return throughput_of(process, screen.state, screen.now_ns, since_ns)
 
 
-def _mode_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]:
+def _mode_parts(screen: ScreenData) -> list[_StatusPart]:
     process = screen.process
-    mode, devices = format_mode_and_devices(process, style.glyphs.times)
+    mode, devices = format_mode_and_devices(process)
     if process is None or not process.mode:
         return []
     if screen.state.nodes:
@@ -165,25 +165,25 @@ def _mode_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]:
     return [*parts, _StatusPart([(devices, "")], 8)] if devices else parts
 
 
-def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]:
+def _metric_parts(screen: ScreenData) -> list[_StatusPart]:
     """Return progress and rates; after the end, the means. Empty before the first step."""
     process, rates = screen.process, _current_throughput(screen)
     if process is None or process.last_step is None:
         return []
-    number, updates = format_count(process.step_number), format_updates(*process.trained, f" {style.glyphs.middot} ")
+    number, updates = format_count(process.step_number), format_updates(*process.trained, " · ")
     step = _StatusPart([("step ", "dim"), (number if updates else number.ljust(7), "bold"), (updates, "")], 2)
     if (stalled_step := panel_stall.stalled_step(screen)) is not None:  # other ranks may be one step ahead
         step = step._replace(row=[("step ", "dim"), (format_count(stalled_step), "bold")])
     progress = shown_progress(screen)
     parts = [step]
     if progress.epoch is not None:
-        epoch: Row = [(f"epoch {format_count(progress.epoch)}", ""), (f" {style.glyphs.middot} ", "dim")]
+        epoch: Row = [(f"epoch {format_count(progress.epoch)}", ""), (" · ", "dim")]
         batches = [*epoch, (done, "bold")] if (done := format_batch_of_total(progress)) else epoch[:1]
         time_text = ""
         if progress.left_ns is not None:
-            time_text = f" {style.glyphs.middot} {format_time_left(progress.left_ns, None)} left"
+            time_text = f" · {format_time_left(progress.left_ns, None)} left"
         if progress.batch is not None and progress.batch == progress.batches:
-            time_text = f" {style.glyphs.middot} took {format_long_duration(progress.epochs[-1].took_ns)}"
+            time_text = f" · took {format_long_duration(progress.epochs[-1].took_ns)}"
         row = batches
         if progress.batches is not None and screen.shown_stall is None:
             row = [*batches, (time_text.ljust(_time_left_cells(progress)), "")]
@@ -224,22 +224,22 @@ def _lost_records_part(screen: ScreenData) -> Row:
     return [(f"  {format_count(lost_count)} records lost ", "wait")]
 
 
-def reports_straggler(screen: ScreenData, style: TerminalStyle) -> bool:
+def reports_straggler(screen: ScreenData) -> bool:
     """Return whether the message is about a straggler, so that no panel has to repeat it."""
     higher_message = _problem_nodes(screen) or _recent_warning(screen) or screen.state.unfit
-    has_other_message = screen.stop_progress is not None or reply_message(screen, style) or higher_message
+    has_other_message = screen.stop_progress is not None or reply_message(screen) or higher_message
     return not has_other_message and screen.current_straggler is not None
 
 
-def _message_row(screen: ScreenData, style: TerminalStyle, width: int, omitted: Sequence[_StatusPart]) -> Row:
+def _message_row(screen: ScreenData, width: int, omitted: Sequence[_StatusPart]) -> Row:
     """Return the most important message: the end, a reply, a warning; else the omitted metrics and basic facts."""
     if screen.stop_progress is not None:  # also after the command has ended, while it has processes left
         return [("stopping: ", "wait"), (sanitize_line(screen.stop_progress, 200), "")]
-    reply = reply_message(screen, style)
+    reply = reply_message(screen)
     if reply:
         return reply
     if screen.shown_stall is not None:
-        return _stall_message(screen, style)
+        return _stall_message(screen)
     if screen.is_over:
         return _after_end_message(screen)
     warning = _problem_nodes(screen) or _recent_warning(screen)
@@ -248,33 +248,33 @@ def _message_row(screen: ScreenData, style: TerminalStyle, width: int, omitted: 
     if screen.state.unfit is not None:
         return _invalid_loss_message(screen)
     if screen.current_straggler is not None:  # see reports_straggler
-        return [(f"{style.glyphs.focus} ", "wait"), (short_sentence(screen.current_straggler), "")]
+        return [("▸ ", "wait"), (short_sentence(screen.current_straggler), "")]
     process = screen.process
     if screen.is_live and process is not None and process.settled.steps >= MIN_STEPS:
         share, rank_text = data_share(process.settled), "" if process.rank is None else f"{process.name} "
         if share >= MIN_DATA_SHARE:
             text = f"{rank_text}waits for data: {format_percent(share)} of its step time"
-            return [(f"{style.glyphs.focus} ", "wait"), (text, "")]
+            return [("▸ ", "wait"), (text, "")]
     rates = _current_throughput(screen)
     if rates.reason is not None and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
-    return _fact_row(screen, style, width, omitted)
+    return _fact_row(screen, width, omitted)
 
 
-def _stall_message(screen: ScreenData, style: TerminalStyle) -> Row:
+def _stall_message(screen: ScreenData) -> Row:
     """Return where each rank is; after the end of the run, also its outcome."""
     text = "" if screen.shown_stall is None else sanitize_line(screen.shown_stall.text, 400)
     if screen.shown_stall is not None and screen.is_over:
         outcome = f"; {screen.exit_cause}" if screen.exit_cause else ""
         text = f"{final_stall_sentence(screen.shown_stall.duration_ns(screen.elapsed_ns), text)}{outcome}"
-    return [(f"{style.glyphs.focus} ", "bad"), (text, "bad")]
+    return [("▸ ", "bad"), (text, "bad")]
 
 
-def is_reply_cut(screen: ScreenData, width: int, style: TerminalStyle) -> bool:
+def is_reply_cut(screen: ScreenData, width: int) -> bool:
     """Return whether a reply does not fit in its row."""
     if screen.stop_progress is not None and not screen.is_over:
         return False
-    return 1 + row_width(reply_message(screen, style)) > width - row_width(_lost_records_part(screen))
+    return 1 + row_width(reply_message(screen)) > width - row_width(_lost_records_part(screen))
 
 
 def _recent_warning(screen: ScreenData) -> Row:
@@ -324,15 +324,15 @@ def _after_end_message(screen: ScreenData) -> Row:
     return _invalid_loss_message(screen) or [(text, "dim")]
 
 
-def _next_command_hint(screen: ScreenData, max_cells: int, style: TerminalStyle) -> Row:
+def _next_command_hint(screen: ScreenData, max_cells: int) -> Row:
     """Return the next command to try after the end; empty if it does not fit in full."""
     if screen.run_info is None or not screen.is_over:
         return []
-    hint = f"{style.glyphs.middot} dpmon report {sanitize_line(short_name(screen.run_info), 120)} "
+    hint = f"· dpmon report {sanitize_line(short_name(screen.run_info), 120)} "
     return [("  " + hint, "dim")] if len(hint) + 4 <= max_cells else []
 
 
-def _fact_row(screen: ScreenData, style: TerminalStyle, width: int, omitted: Sequence[_StatusPart]) -> Row:
+def _fact_row(screen: ScreenData, width: int, omitted: Sequence[_StatusPart]) -> Row:
     """Return the omitted metrics, then constant facts. Only the first one may be truncated."""
     process = screen.process
     parts: list[str] = [plain_text(part.row).strip(" ()") for part in omitted]
@@ -354,22 +354,21 @@ def _fact_row(screen: ScreenData, style: TerminalStyle, width: int, omitted: Seq
         parts.append(f"Python: {sanitize_line(screen.run_info.python, 200)}")
     if screen.run_info is not None and screen.run_info.options.get("mode") == "script":
         parts.append("mode script: observed only")
-    dot = f" {style.glyphs.middot} "
-    while len(parts) > 1 and span_width(dot.join(parts)) > width:
+    while len(parts) > 1 and span_width(" · ".join(parts)) > width:
         parts.pop()
-    return [(dot.join(parts), "dim")]
+    return [(" · ".join(parts), "dim")]
 
 
 # ------------------------------------------------------------------------------------------------ replies
 
 
-def reply_message(screen: ScreenData, style: TerminalStyle) -> Row:
+def reply_message(screen: ScreenData) -> Row:
     """Return the reply to the user's last request, if it is recent: a key, a pause, a mode."""
     if screen.view.message is not None:
         return [(screen.view.message, "wait")]
     if screen.is_over:
         return []
-    return _failed_nodes_message(screen) or _pause_message(screen) or _mode_reply(screen, style)
+    return _failed_nodes_message(screen) or _pause_message(screen) or _mode_reply(screen)
 
 
 def _reply_count(screen: ScreenData) -> str:
@@ -408,7 +407,7 @@ def _pause_message(screen: ScreenData) -> Row:
     return []
 
 
-def _mode_reply(screen: ScreenData, style: TerminalStyle) -> Row:
+def _mode_reply(screen: ScreenData) -> Row:
     """Return the requested mode while it is pending, or the reply to the last request."""
     request, reply = screen.mode_request, last_mode_reply(screen.state)
     if request is not None:
@@ -419,7 +418,7 @@ def _mode_reply(screen: ScreenData, style: TerminalStyle) -> Row:
         elif screen.pause_state.since_ns is not None:
             note = "takes effect once training resumes (p)"
         return [
-            (f"{style.glyphs.arrow} ", ""),
+            ("→ ", ""),
             (request.mode, f"mode.{request.mode}"),
             (" pending ", "wait"),
             (f"{waited_s:.0f} s: {note}{_reply_count(screen)}", "dim"),

@@ -34,7 +34,7 @@ def delay_sign(share: float | None, style: TerminalStyle) -> Span:
         return ("?", "dim")
     tenths = min(round(share * 10), 9)
     if not tenths:
-        return ("." if style.glyphs.ascii else style.glyphs.middot, "dim")
+        return ("." if style.is_ascii else "·", "dim")
     if share < _LOW_SHARE:
         return (str(tenths), "dim")
     return (str(tenths), "wait" if share < _HIGH_SHARE else "bad")
@@ -50,10 +50,10 @@ def rank_map(
         rows = rows_by_rank(ranks, screen.state.straggler, width, style)
     legend: Row = [("1-9", "bold"), (f" {DELAY_TEXT}", "dim")]
     if screen.view.process_index is not None and screen.state.nodes:
-        legend = [(style.glyphs.ring, "key"), (" chosen  ", "dim"), *legend]
+        legend = [("○", "key"), (" chosen  ", "dim"), *legend]
     if screen.state.straggler is not None:
-        legend = [(style.glyphs.focus, "found"), (" slowest  ", "dim"), *legend]
-    return [*rows, fit_row(legend, width, style.glyphs.more)]
+        legend = [("▸", "found"), (" slowest  ", "dim"), *legend]
+    return [*rows, fit_row(legend, width)]
 
 
 def _rank_cells(
@@ -63,7 +63,7 @@ def _rank_cells(
     no_delay, unknown = delay_sign(0.0, style), delay_sign(None, style)
     cells = {rank.process: no_delay if rank.wait_ns is not None and rank.step_ns else unknown for rank in ranks}
     cells |= {process: delay_sign(share, style) for process, share in shares.items()}
-    return cells | dict.fromkeys(straggler.processes if straggler is not None else (), (style.glyphs.focus, "found"))
+    return cells | dict.fromkeys(straggler.processes if straggler is not None else (), ("▸", "found"))
 
 
 def rows_by_rank(
@@ -113,7 +113,7 @@ def _rows_by_node(
     delays = {} if communication is None else communication.delays
     rank_cells = _rank_cells(ranks, delays, screen.state.straggler, style)
     if chosen_process is not None:
-        mark = style.glyphs.focus if _is_slow(chosen_process, screen) else style.glyphs.ring
+        mark = "▸" if _is_slow(chosen_process, screen) else "○"
         rank_cells[chosen_process] = (mark, "key")
     ranks_by_node = screen.state.processes_by_node
     label_width = min(max(span_width(node.name) for node in nodes), _MAX_NAME_CELLS)
@@ -126,7 +126,7 @@ def _rows_by_node(
         nodes_and_ranks = zip(nodes, ranks_by_node, strict=True)
         cells = [_node_cell(node, node_ranks, rank_cells, now_ns) for node, node_ranks in nodes_and_ranks]
         nodes_per_row = max((width - label_width) // (_BLOCK_CELLS + 1), 1)
-        labels = _node_labels(nodes[:: _BLOCK_CELLS * nodes_per_row], label_width, style)
+        labels = _node_labels(nodes[:: _BLOCK_CELLS * nodes_per_row], label_width)
         return _labeled_rows(labels, _split_into_blocks(cells), nodes_per_row)
     blocks, unknown = list[Row](), delay_sign(None, style)
     for node, node_ranks in zip(nodes, ranks_by_node, strict=True):
@@ -137,7 +137,7 @@ def _rows_by_node(
         if nodes_per_row > 1 and problem is not None and problem.word != "ended":
             cells = [(problem.brief(now_ns, node_width), PROBLEM_STYLES.get(problem.word, "bad"))]
         blocks.append(_fit_block(tuple(cells), node_width))
-    rows = _labeled_rows(_node_labels(nodes[::nodes_per_row], label_width, style), blocks, nodes_per_row)
+    rows = _labeled_rows(_node_labels(nodes[::nodes_per_row], label_width), blocks, nodes_per_row)
     for row, node, node_ranks in zip(rows, nodes, ranks_by_node, strict=True) if nodes_per_row == 1 else ():
         row.append((f"  {format_ranges(node_ranks, ',', 2)}", "dim"))
         if (problem := node.problem_at(now_ns)) is not None:
@@ -145,8 +145,8 @@ def _rows_by_node(
     return rows
 
 
-def _node_labels(nodes: Sequence[NodeStatus], width: int, style: TerminalStyle) -> list[str]:
-    return [plain_text(fit_row([(node.name, "")], width, style.glyphs.more)) for node in nodes]
+def _node_labels(nodes: Sequence[NodeStatus], width: int) -> list[str]:
+    return [plain_text(fit_row([(node.name, "")], width)) for node in nodes]
 
 
 def _node_cell(node: NodeStatus, ranks: Mapping[int, int], rank_cells: Mapping[int, Span], now_ns: int) -> Span:

@@ -36,7 +36,7 @@ def render_over_time(
         return []
     axis = make_time_axis(screen, waits.width_s)
     part_count, legend = axis.part_count(chart_width), f"   1-9 {DELAY_TEXT}"
-    head: Row = [("over time", "title"), (truncate(legend, width - 16, style.glyphs.more), "dim")]
+    head: Row = [("over time", "title"), (truncate(legend, width - 16), "dim")]
     rows: list[Row] = [[*head, (align_right("mean", width - row_width(head)), "dim")]] if with_heading else []
     for rank in ranks:
         shares = waits.shares[rank]
@@ -52,12 +52,12 @@ def render_over_time(
         )
         is_slow = straggler is not None and rank in straggler.ranks
         all_shares = [share for part in parts for share in part]
-        mark = style.glyphs.focus if is_slow else " "
+        mark = "▸" if is_slow else " "
         mean = format_percent(sum(all_shares) / len(all_shares)) if all_shares else ""
         label: Row = [(mark, "wait"), (align_right(str(rank), _LABEL_CELLS - 2) + " ", "wait" if is_slow else "bold")]
         rows.append([*label, *spans, (align_right(mean, _SHARE_CELLS), "bold" if is_slow else "dim")])
     chart = build_chart_columns(process, axis, chart_width, stall_intervals(screen))
-    return [*rows, axis_below_chart(screen, axis, chart, _LABEL_CELLS, chart_width, style)]
+    return [*rows, axis_below_chart(screen, axis, chart, _LABEL_CELLS, chart_width)]
 
 
 def over_time_height(screen: ScreenData) -> int:

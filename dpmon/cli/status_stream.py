@@ -12,22 +12,18 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.errors import HistoryError
-from dpmon.model.active_processes import ended_processes
 from dpmon.model.epoch_progress import NO_STEP, without_time
 from dpmon.model.nodes import NodeStatus
-from dpmon.model.run_snapshot import Process, RunSnapshot, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_snapshot import EVERYTHING, MAX_RANKS, Process, RunCaches, RunSnapshot, Selection
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import throughput_of
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
 from dpmon.report import tables
-from dpmon.report.health import Health, assess_health, assess_live_run
+from dpmon.report.health import Health, assess_health, assess_live_run, read_run
 from dpmon.report.report_json import communication_fields, loss_fields, progress_fields, rank_time_members
 from dpmon.run.output_target import is_stream, open_stream, open_truncated
 from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
@@ -35,7 +31,6 @@ from dpmon.run.run_reader import RunReader
 from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.step_stats import Rate, StepStats, quantities_to_json, rate_to_json
-from dpmon.store.store_opening import open_store
 from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import (
     format_calls_so_far,
@@ -49,7 +44,6 @@ from dpmon.text.formatting import (
 INTERVAL_S = 1.0
 _RATES = tuple(rate_to_json(None))
 _STAT_MEMBERS = ("step_ms", "phases", "call_phases", "quantities")
-_MAX_RANKS = 64
 _HALTED = {STALLED: "the run is stalled", ENDED: "the run is ending"}
 """States without a time left and without a straggler, and the reason."""
 
@@ -98,8 +92,7 @@ class StatusStream:
     def __init__(self, reader: RunReader, write: Callable[[bytes], bool]) -> None:
         self._reader = reader
         self._write = write
-        self._state = RunSnapshot()
-        self._snapshot_builder = SnapshotBuilder()
+        self._caches = RunCaches()
         self._due = 0.0
         self._skipped = 0
 
@@ -109,14 +102,12 @@ class StatusStream:
             return
         # Lines are INTERVAL_S apart, however long one takes. After a longer delay, one line replaces the missed ones.
         self._due = self._due + INTERVAL_S if now < self._due + INTERVAL_S else now + INTERVAL_S
-        self._read_snapshot()
         self._write_status()
 
     def write_final(self, exit_info: ExitInfo | None) -> None:
         """Write the last lines: the final status and the exit."""
         try:
-            self._read_snapshot(has_ended=True)
-            self._write_status()
+            self._write_status(has_ended=True)
         finally:
             self._write_exit(exit_info)
 
@@ -129,16 +120,13 @@ class StatusStream:
         self._write_object(members)
         self._reader.close()
 
-    def _read_snapshot(self, has_ended: bool = False) -> None:
-        with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            ended = ended_processes(self._reader.activities())
-            request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
-            self._state = self._snapshot_builder.build(store, request, ended)
+    def _write_status(self, has_ended: bool = False) -> None:
+        selection = Selection(span_s=0, over=True) if has_ended else EVERYTHING
+        self._write_object({"kind": "status", **read_run(self._reader, self._members, selection, self._caches)})
 
-    def _write_status(self) -> None:
+    def _members(self, snapshot: RunSnapshot) -> dict[str, Any]:
         now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
-        members = status_members(self._reader, self._state, assess_health(self._reader, self._state), now_ns)
-        self._write_object({"kind": "status", **members})
+        return status_members(self._reader, snapshot, assess_health(self._reader, snapshot), now_ns)
 
     def _write_object(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
@@ -167,7 +155,7 @@ def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now
         times_by_process = {rank.process: rank for rank in snapshot.ranks}
         members["ranks"] = [
             {**_rank_members(process), **rank_time_members(times_by_process.get(process.process))}
-            for process in training_processes[:_MAX_RANKS]
+            for process in snapshot.current_processes(snapshot.order[:MAX_RANKS])
         ]
     if snapshot.nodes:
         members["nodes"] = [_node_members(node, now_ns) for node in snapshot.nodes]
@@ -275,15 +263,15 @@ class ProgressReporter:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._snapshot_builder = SnapshotBuilder()
+        self._caches = RunCaches()
         self._last_ns = 0
         """End of the newest step (ns since the run's start); 0 before the first step."""
 
     def line(self) -> str:
         """Return the run's progress and rates; without a new step since the last line, the state and its reason."""
-        activities, snapshot = self._reader.activities(), RunSnapshot()
-        with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            snapshot = self._snapshot_builder.build(store, SnapshotRequest(), ended_processes(activities))
+        return read_run(self._reader, self._line, caches=self._caches)
+
+    def _line(self, snapshot: RunSnapshot) -> str:
         process, now_ns = snapshot.representative, time.monotonic_ns() - self._reader.info.start_ns
         step = None if process is None else process.last_step
         health = assess_live_run(self._reader, snapshot, now_ns)

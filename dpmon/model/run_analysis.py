@@ -41,7 +41,7 @@ from dpmon.model.pauses import (
 from dpmon.model.rank_waits import RankWaits, read_rank_waits
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_events import LoaderStart, ProcessInfo, RunEvents, parse_loader_start
-from dpmon.model.run_snapshot import DEFAULT_REQUEST, LazyFacts, RunSnapshot, SnapshotRequest
+from dpmon.model.run_snapshot import EVERYTHING, LazyFacts, RunSnapshot, Selection
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
 from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
@@ -85,12 +85,12 @@ class RunAnalysis(LazyFacts):
         ended: frozenset[int] = frozenset(),
         end_ns: int | None = None,
         *,
-        request: SnapshotRequest = DEFAULT_REQUEST,
+        selection: Selection = EVERYTHING,
         stop_asked_ns: int | None = None,
         death: str | None = None,
         raised: str | None = None,
     ) -> None:
-        """`ended`: processes that have ended. `request`: for `state`. `stop_asked_ns`: when a stop was requested."""
+        """`ended`: processes that have ended. `selection`: for `state`. `stop_asked_ns`: when a stop was requested."""
         self.store = store
         self.end_ns = end_ns
         """When the run ended; None while it runs, or if the supervisor did not record the end."""
@@ -101,7 +101,7 @@ class RunAnalysis(LazyFacts):
         """The first exception, if the run failed: "rank 1: RuntimeError: no such token (train.py:12)"."""
         self.announced = RunEvents.read(store, read_all=True)
         self.open_calls = store.open_calls
-        self.state = snapshot = RunSnapshot(store, request, ended, events=self.announced)
+        self.state = snapshot = RunSnapshot(store, selection, ended, events=self.announced)
         """Its state as of now, with the metrics of a time range."""
         self._ranks = {number: process.rank for number, process in snapshot.processes.items()}
         self._nodes = {number: process.node for number, process in snapshot.processes.items()}

@@ -1,16 +1,14 @@
 """A run as of a time, and its processes: every fact is queried when it is first needed.
 
-Times are ns since the run's start; unknown values are None. The history must be open when a fact is queried, so
-`dpmon.model.snapshot_builder` queries all facts of the processes that are drawn.
+Times are ns since the run's start; unknown values are None. The history must be open when a fact is queried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from dpmon.model.active_processes import find_training_processes
@@ -34,7 +32,7 @@ from dpmon.model.run_events import (
 )
 from dpmon.model.slow_steps import SlowSteps, StepUnevenness, read_slow_steps, read_unevenness
 from dpmon.model.step_history import COLUMNS, Column, column_width_s, read_columns, subtract_input_waits
-from dpmon.model.stragglers import RankTimes, Straggler, wait_of
+from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, RecentRate, read_recent_rate, sample_unevenly
 from dpmon.record.record_types import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 MAX_RANKS = 64
-"""Most ranks in a snapshot, unless more are requested."""
+"""The metrics of this many ranks are read together; lists of the first ranks end with it."""
 MAX_FULLY_READ = 128
 """With more processes than this, most values are read less often."""
 MAX_LISTED_RANKS = 16
@@ -72,6 +70,8 @@ _MAX_AGE_S = 8
 """With many processes, facts about all of them are at most this old."""
 _COMPARISONS_PER_RUN = 60
 """The modes are compared again when the run has become longer by this fraction (1/60) of its duration."""
+LONGEST_STEPS = 8
+"""Number of the longest steps that a picture can show."""
 _MAX_SEARCHED_IDS = 100_000
 """Most ids that are searched for the longest steps."""
 _STEPS_SEARCHED_A_SECOND = 1000
@@ -81,32 +81,20 @@ _MAX_STALLS = 4
 _Fact = TypeVar("_Fact")
 
 
-class SnapshotRequest(NamedTuple):
-    """The parts of a snapshot that a reader needs."""
+class Selection(NamedTuple):
+    """What of a run a reader looks at."""
 
     span_s: int = 120
     """Time range of the histories and metrics (s); 0 is the whole run."""
-    first_rank: int = 0
-    """The first of the visible ranks."""
-    ranks: int = MAX_RANKS
-    """Number of visible ranks. The run's first ranks, up to the same number, are also read."""
     over: bool = False
     """Whether the run has ended."""
     process: int | None = None
     """The process that the user has chosen; None for the one that represents the run."""
-    slowest: int = 0
-    """Number of the longest steps to include."""
-    worst: int = 0
-    """With many ranks, the number of the slowest ones that are visible; 0: as with few ranks."""
-    listed: bool = False
-    """Whether the visible ranks are listed, too, if the slowest ones are visible."""
     node: int | None = None
     """The number of the only node to include; None for all."""
-    waits: bool = False
-    """Whether to include over time which ranks the others waited for."""
 
 
-DEFAULT_REQUEST = SnapshotRequest()
+EVERYTHING = Selection()
 
 
 class LazyFacts:
@@ -122,12 +110,6 @@ class LazyFacts:
             vars(changed).pop(name, None)
         vars(changed).update(facts)
         return changed
-
-    def query_everything(self) -> None:
-        """Query all facts, so that none of them needs the history any more."""
-        for name, member in vars(type(self)).items():
-            if isinstance(member, cached_property) and not name.startswith("_"):
-                getattr(self, name)
 
 
 class _NewestRecords(NamedTuple):
@@ -146,7 +128,7 @@ _NO_RECORDS = _NewestRecords()
 
 
 class Process(LazyFacts):
-    """One training process of the run. Facts after `memory` are empty for processes outside `RunSnapshot.drawn`."""
+    """One training process of the run."""
 
     def __init__(
         self,
@@ -175,16 +157,6 @@ class Process(LazyFacts):
         """Number of its newest training step; if the run never trains, of its newest step of the main kind."""
         self.memory = newest.memory
         """The newest record of the devices' memory."""
-
-    def belongs_to(self, run: RunSnapshot) -> bool:
-        """Return whether it was read for this snapshot, not for an earlier one."""
-        return self._run is run
-
-    def forget_run(self) -> None:
-        """Forget the run, which refers to this process: Python frees what refers to each other late."""
-        self._run = _NO_RUN
-        for name in ("_range", "_whole_run"):
-            vars(self).pop(name, None)
 
     @cached_property
     def _active_mode(self) -> ActiveMode:
@@ -225,12 +197,9 @@ class Process(LazyFacts):
     # ------------------------------------------------------------------------------------------ calls
 
     @property
-    def _is_drawn(self) -> bool:
-        return self.process in self._run.drawn
-
-    @property
     def _is_representative(self) -> bool:
-        return self._run.representative is self
+        focus = self._run.representative
+        return focus is not None and focus.process == self.process
 
     def _read_calls(self) -> tuple[Mapping[Root, CallTimings], tuple[Call, ...]]:
         limit, step = MIN_CALLS_READ, self.last_step
@@ -246,8 +215,6 @@ class Process(LazyFacts):
     @cached_property
     def _newest_calls(self) -> tuple[Mapping[Root, CallTimings], tuple[Call, ...]]:
         """Its last calls, and those of its last step. Of one of many processes, they are some seconds old."""
-        if not self._is_drawn:
-            return {}, ()
         age_s = _MAX_AGE_S * (self._run.has_many and not self._is_representative)
         return self._run.read_at_most_every(age_s, ("calls", self.process), self._read_calls)
 
@@ -284,7 +251,7 @@ class Process(LazyFacts):
     @cached_property
     def earlier_wrappers(self) -> Set[str]:
         """In an evaluation, which may call the bare model for long: the wrappers through which it has called models."""
-        if not self._is_drawn or self.last_step is None or self.last_step.kind == TRAINING:
+        if self.last_step is None or self.last_step.kind == TRAINING:
             return frozenset()
         return read_wrapper_types(self._run.store, self.process)
 
@@ -302,7 +269,7 @@ class Process(LazyFacts):
     @cached_property
     def progress(self) -> Progress:
         """Its epoch and batch; with the time left only if it represents the run."""
-        if not self._is_drawn or (self._is_representative and self.last_step is None):
+        if self.last_step is None:
             return NO_STEP
         if not self._is_representative:
             return progress_of(self._run.store, self.process, self.last_step, limit=1, no_time=OTHER_RANK)
@@ -310,8 +277,8 @@ class Process(LazyFacts):
 
     @cached_property
     def figures(self) -> StepStats:
-        """Its steps in the time range, if several processes are listed; only step, forward and backward."""
-        return self._run.range_stats.get(self.process, NO_STEPS)
+        """Its steps in the time range, if several processes train; only step, forward and backward."""
+        return self._run.range_stats_of(self.process)
 
     # ------------------------------------------------------------------------------------------ of the representative
 
@@ -337,7 +304,7 @@ class Process(LazyFacts):
 
     @cached_property
     def _range(self) -> StatsWindow:
-        start_s = max(self.end_s - self._run.request.span_s, 0) if self._run.request.span_s else 0
+        start_s = max(self.end_s - self._run.selection.span_s, 0) if self._run.selection.span_s else 0
         return StatsWindow(self._run.store, start_s, self.end_s, self.process) if start_s else self._whole_run
 
     @cached_property
@@ -355,7 +322,7 @@ class Process(LazyFacts):
     @property
     def _history_s(self) -> int:
         """The length of the history, which ends at `end_s`."""
-        span_s = self._run.request.span_s
+        span_s = self._run.selection.span_s
         return min(2 * span_s, COLUMNS) if span_s else self.end_s - max(self.began_ns, 0) // SECOND + self.column_s
 
     @cached_property
@@ -363,7 +330,7 @@ class Process(LazyFacts):
         """Seconds per column."""
         if not self._is_measured:
             return 1
-        return column_width_s(self._run.request.span_s, self.end_s - max(self.began_ns, 0) // SECOND)
+        return column_width_s(self._run.selection.span_s, self.end_s - max(self.began_ns, 0) // SECOND)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -459,8 +426,8 @@ class Process(LazyFacts):
 
 
 @dataclass(slots=True)
-class SnapshotCaches:
-    """What a reader keeps between the snapshots of one run."""
+class RunCaches:
+    """What a reader keeps from one look at a run to the next: what can no longer change."""
 
     answers: BucketAnswers = field(default_factory=BucketAnswers)
     samples: DeviceSampleCache = field(default_factory=DeviceSampleCache)
@@ -477,19 +444,21 @@ class RunSnapshot(LazyFacts):
     def __init__(
         self,
         store: Store | None = None,
-        request: SnapshotRequest = DEFAULT_REQUEST,
+        selection: Selection = EVERYTHING,
         ended: frozenset[int] = frozenset(),
-        caches: SnapshotCaches | None = None,
+        caches: RunCaches | None = None,
         events: RunEvents | None = None,
     ) -> None:
         """`ended`: processes that have ended, according to a reader of the rings; the history does not have it.
 
         `events`: the events up to the time of `store`, if they were read already.
         """
-        self.request, self.ended = request, ended
-        self._caches = SnapshotCaches() if caches is None else caches
+        self.selection, self.ended = selection, ended
+        self._caches = RunCaches() if caches is None else caches
         self.answers = self._caches.answers
         """What was derived from finished time buckets."""
+        self._current: set[int] = set()
+        """Of many processes, those that are up to date."""
         if store is None:
             vars(self).update(_NOTHING)
         else:
@@ -502,6 +471,7 @@ class RunSnapshot(LazyFacts):
         self.pauses, self.stalls = self.events.pauses, self.events.stalls
 
     def _read_from(self, store: Store) -> None:
+        self.answers.start_read(store)
         self.store = store
         self.at_ns: int | None = None if store.until_s is None else store.until_ns
         """The time of the snapshot (ns since the run's start); None: now."""
@@ -519,20 +489,12 @@ class RunSnapshot(LazyFacts):
     @property
     def over(self) -> bool:
         """Whether the run has ended."""
-        return self.request.over
+        return self.selection.over
 
     @property
     def chosen(self) -> int | None:
         """The process that the user has chosen to see."""
-        return self.request.process
-
-    def query_everything(self) -> None:
-        """Query all facts, also those of the processes that are drawn."""
-        super().query_everything()
-        for number in self.drawn:
-            self.processes[number].query_everything()
-        for process in self.processes.values():
-            process.forget_run()
+        return self.selection.process
 
     def read_at_most_every(self, seconds: int, question: Hashable, read: Callable[[], _Fact]) -> _Fact:
         """Return what `read` returns now, or has returned up to `seconds` ago; as of an earlier time, always read."""
@@ -590,12 +552,12 @@ class RunSnapshot(LazyFacts):
     @cached_property
     def nodes(self) -> tuple[NodeStatus, ...]:
         """The nodes of the run; empty if it runs on this machine only, or if the snapshot covers one of several."""
-        return self._all_nodes if self.request.node is None else ()
+        return self._all_nodes if self.selection.node is None else ()
 
     @cached_property
     def _node_names(self) -> Mapping[int, str | None]:
         """The name of its node by process, for all processes of the snapshot; None on one machine."""
-        node = self.request.node
+        node = self.selection.node
         selected = [status for status in self._all_nodes if node is None or status.number == node]
         names: dict[int, str | None] = {process: status.name for status in selected for process in status.processes}
         everyone = names if node is not None else {*self.events.info, *self.store.ranks}
@@ -606,45 +568,58 @@ class RunSnapshot(LazyFacts):
         """Whether there are so many processes that facts about all of them are some seconds old."""
         return len(self._node_names) > MAX_FULLY_READ
 
-    def _read_processes(self, numbers: Sequence[int]) -> dict[int, Process]:
+    def _read_newest(self, numbers: Sequence[int]) -> dict[int, _NewestRecords]:
+        """Return the newest records of processes."""
         store = self.store
         steps, newest = read_newest_steps(store, numbers), read_newest_activity(store, numbers)
         memory, starts = read_newest_memory(store, numbers), read_first_activity_ns(store, sorted(newest))
-        processes = {}
-        for number in numbers:
-            records = _NewestRecords(
+        return {
+            number: _NewestRecords(
                 steps.get(number),
                 find_step_number(store, steps[number]) if number in steps else 0,
                 *newest.get(number, ("", -1)),
                 starts.get(number, -1),
                 memory[number].data if number in memory else {},
             )
-            processes[number] = Process(number, self, records, self._node_names[number])
-        return processes
+            for number in numbers
+        }
 
-    def _read_all_processes(self) -> tuple[dict[int, Process], tuple[int, ...]]:
-        processes = self._read_processes([*self._node_names])
-        return processes, find_training_processes(processes, self.ended)
+    def _processes_of(self, newest: Mapping[int, _NewestRecords]) -> dict[int, Process]:
+        return {number: Process(number, self, records, self._node_names[number]) for number, records in newest.items()}
+
+    def _read_all_newest(self) -> tuple[dict[int, _NewestRecords], tuple[int, ...]]:
+        newest = self._read_newest([*self._node_names])
+        return newest, find_training_processes(self._processes_of(newest), self.ended)
 
     @cached_property
-    def _all_processes(self) -> tuple[dict[int, Process], tuple[int, ...]]:
-        """All processes, and which of them train; with many, some seconds old unless there was an event."""
-        question = "processes", id(self.events), self.ended, self.request.node
-        return self.read_at_most_every(_MAX_AGE_S * self.has_many, question, self._read_all_processes)
+    def _all_newest(self) -> tuple[dict[int, _NewestRecords], tuple[int, ...]]:
+        """The newest records of all processes, and which of them train; with many, some seconds old without events."""
+        question = "processes", id(self.events), self.ended, self.selection.node
+        return self.read_at_most_every(_MAX_AGE_S * self.has_many, question, self._read_all_newest)
 
     @cached_property
     def processes(self) -> dict[int, Process]:
-        """The processes by process index. With many, only those that may be drawn are up to date."""
-        request, (processes, order) = self.request, self._all_processes
-        visible = {*order[: request.ranks], *order[request.first_rank : request.first_rank + request.ranks]}
-        if request.process in processes:
-            visible.add(request.process)
-        return {**processes, **self._read_processes([n for n in visible if not processes[n].belongs_to(self)])}
+        """The processes by process index. With many, only that which represents the run is up to date."""
+        newest, order = self._all_newest
+        representative = self._representative_of(order, newest)
+        if self.has_many and representative is not None:
+            newest = {**newest, **self._read_newest([representative])}
+            self._current.add(representative)
+        return self._processes_of(newest)
+
+    def current_processes(self, numbers: Iterable[int]) -> list[Process]:
+        """Return these processes, up to date also if there are many."""
+        numbers = [number for number in numbers if number in self.processes]
+        old = [number for number in numbers if self.has_many and number not in self._current]
+        if old:
+            self.processes.update(self._processes_of(self._read_newest(old)))
+            self._current.update(old)
+        return [self.processes[number] for number in numbers]
 
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The process indices of `training_processes`."""
-        return self._all_processes[1]
+        return self._all_newest[1]
 
     @cached_property
     def trained_processes(self) -> Set[int]:
@@ -667,9 +642,12 @@ class RunSnapshot(LazyFacts):
 
         Before any process trains, it is the first of all.
         """
-        usual = next(iter(self.order), next(iter(self.processes), None))
-        number = self.request.process if self.request.process in self.order else usual
+        number = self._representative_of(self.order, self.processes)
         return None if number is None else self.processes[number]
+
+    def _representative_of(self, order: Sequence[int], processes: Iterable[int]) -> int | None:
+        chosen = self.selection.process
+        return chosen if chosen in order else next(iter(order), next(iter(processes), None))
 
     @cached_property
     def device_memory(self) -> list[DeviceMemory]:
@@ -700,7 +678,7 @@ class RunSnapshot(LazyFacts):
 
     @cached_property
     def _samples(self) -> DeviceSampleCache:
-        node = self.request.node
+        node = self.selection.node
         self._caches.samples.read(self.store, node_of(self.nodes, self.representative) if node is None else node)
         return self._caches.samples
 
@@ -735,9 +713,9 @@ class RunSnapshot(LazyFacts):
     @cached_property
     def _ranks_on_other_nodes(self) -> list[Process]:
         """The ranks of other nodes, if only one node is requested: one may be the straggler."""
-        if self.request.node is None:
+        if self.selection.node is None:
             return []
-        others = [node for node in self._all_nodes if node.number != self.request.node]
+        others = [node for node in self._all_nodes if node.number != self.selection.node]
         nodes = {process: node.name for node in others for process in node.processes}
         newest = {rank: process for process, rank in sorted(self.store.ranks.items()) if process in nodes}
         return [Process(process, self, node=nodes[process]) for process in newest.values()]
@@ -764,32 +742,20 @@ class RunSnapshot(LazyFacts):
         )
 
     @cached_property
-    def slowest_ranks(self) -> Set[int]:
-        """The processes of the ranks that wait least, if only these are requested; else none."""
-        known = [rank for rank in self._rank_times if rank.wait_ns is not None and rank.process in self.processes]
-        if self.request.worst == 0 or len(known) <= MAX_LISTED_RANKS:
-            return frozenset()
-        return {rank.process for rank in nsmallest(self.request.worst, known, key=wait_of)}
+    def _range_stats(self) -> dict[int, StepStats]:
+        """The steps of processes in the time range, as far as they were read."""
+        return {}
 
-    @cached_property
-    def drawn(self) -> tuple[int, ...]:
-        """The processes with all facts: the representative one first, then those that the request includes."""
-        if self.representative is None:
-            return ()
-        order, request = self.order, self.request
-        drawn = [self.representative.process, *(number for number in order if number in self.slowest_ranks)]
-        if request.listed or not self.slowest_ranks:
-            drawn += [*order[: request.ranks], *order[request.first_rank : request.first_rank + request.ranks]]
-        unread = [number for number in dict.fromkeys(drawn) if not self.processes[number].belongs_to(self)]
-        self.processes.update(self._read_processes(unread))
-        return tuple(dict.fromkeys(drawn))
+    def range_stats_of(self, process: int) -> StepStats:
+        """Return the steps of a process in the time range, if several train; only step, forward and backward.
 
-    @cached_property
-    def range_stats(self) -> Mapping[int, StepStats]:
-        """The steps of the listed processes in the time range, if there are several; only step, forward, backward."""
-        if len(self.drawn) < 2 or self.slowest_ranks:
-            return {}
-        return read_range_stats(self.store, [self.processes[number] for number in self.drawn], self.request.span_s)
+        Those of MAX_RANKS processes are read together.
+        """
+        if process not in self._range_stats and process in self.order and len(self.order) > 1:
+            first = self.order.index(process) // MAX_RANKS * MAX_RANKS
+            processes = self.current_processes(self.order[first : first + MAX_RANKS])
+            self._range_stats.update(read_range_stats(self.store, processes, self.selection.span_s))
+        return self._range_stats.get(process, NO_STEPS)
 
     @cached_property
     def recent_rate(self) -> RecentRate:
@@ -872,35 +838,35 @@ class RunSnapshot(LazyFacts):
 
     @cached_property
     def rank_waits(self) -> RankWaits | None:
-        """Which ranks the others waited for in the time range; None if it was not requested, or is unknown."""
+        """Which ranks the others waited for in the time range; None if it is unknown."""
         focus, communication = self.representative, self.communication
-        if not self.request.waits or focus is None or focus.last_step is None or not self._other_ranks:
+        if focus is None or focus.last_step is None or not self._other_ranks:
             return None
         if communication is None or not communication.ranks_with_waits:
             return None
         rank_of_process = {rank.process: rank.rank for rank in self.training_processes if rank.rank is not None}
         shown, others = list(rank_of_process), list[int]()
         if len(rank_of_process) > MAX_LISTED_RANKS:
-            shown, others = choose_ranks_to_show(self.ranks, self.straggler, self.request.process)
+            shown, others = choose_ranks_to_show(self.ranks, self.straggler, self.selection.process)
         start_s = max(focus.began_ns, 0) // SECOND
-        if self.request.span_s:
-            start_s = max(focus.end_s - self.request.span_s, 0)
+        if self.selection.span_s:
+            start_s = max(focus.end_s - self.selection.span_s, 0)
         ranks = {process: rank_of_process[process] for process in (*shown, *others)}
         return read_rank_waits(self.store, self.answers, ranks, start_s, focus.end_s, shown)
 
     @cached_property
     def slowest(self) -> SlowSteps:
-        """The longest steps of the current mode in the time range; of many steps, as they were some seconds ago."""
-        focus, limit = self.representative, self.request.slowest
-        if not limit or focus is None:
+        """The LONGEST_STEPS longest steps of the current mode in the time range; of many steps, some seconds old."""
+        focus = self.representative
+        if focus is None:
             return SlowSteps()
         age_s = min(focus.ranged.steps * len(self.training_processes) // _STEPS_SEARCHED_A_SECOND, _MAX_AGE_S)
-        question = "longest steps", self.request, focus.ranged.mode
-        return self.read_at_most_every(age_s, question, lambda: self.read_slow_steps(limit, _MAX_SEARCHED_IDS))
+        question = "longest steps", self.selection, focus.ranged.mode
+        return self.read_at_most_every(age_s, question, lambda: self.read_slow_steps(LONGEST_STEPS, _MAX_SEARCHED_IDS))
 
     def read_slow_steps(self, limit: int, max_ids: int | None = None) -> SlowSteps:
         """Return the longest steps of the current mode in the time range, at most `limit`."""
-        focus, span_s, inputs = self.representative, self.request.span_s, self.events.inputs
+        focus, span_s, inputs = self.representative, self.selection.span_s, self.events.inputs
         if focus is None or focus.last_step is None or not focus.ranged.steps:
             return SlowSteps()
         ranks = [rank.process for rank in self.training_processes if rank.rank is not None and rank.last_step]
@@ -934,16 +900,16 @@ class RunSnapshot(LazyFacts):
 
 
 _NOTHING: dict[str, Any] = {
-    **{name: {} for name in ("processes", "devices", "kind_words", "range_stats", "rank_by_process")},
-    **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "drawn", "trained_processes"), ()),
+    **{name: {} for name in ("processes", "devices", "kind_words", "rank_by_process")},
+    **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "trained_processes"), ()),
     **dict.fromkeys(("at_ns", "unfit", "communication", "rank_waits", "last_sample")),
     **dict.fromkeys(("missed", "open_calls"), 0),
     "host": DeviceHistory(),
+    "has_many": False,
     "main_kind": TRAINING,
     "slowest": SlowSteps(),
 }
 """The facts of a run without a history."""
-_NO_RUN = RunSnapshot()
 
 
 def toggle_refusal(snapshot: RunSnapshot) -> str | None:

@@ -24,8 +24,7 @@ from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_snapshot import RunCaches, RunSnapshot
 from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
@@ -197,7 +196,7 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
     commands = NotificationCommands(directory, run_info, sent_log, command)
     alive_minutes = number_member(run_info.options, "alive_minutes")
     alive_s = 60.0 * alive_minutes if alive_minutes else None
-    builder, snapshot = SnapshotBuilder(), RunSnapshot()
+    caches = RunCaches()
     findings: list[Finding] = []
     findings_at_s = time.monotonic() + FINDINGS_INTERVAL_S
     supervised_s = time.monotonic()
@@ -209,15 +208,17 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
         if exit_info is None and has_supervisor:
             supervised_s = start_s
         is_unsupervised = start_s - supervised_s >= UNSUPERVISED_S
-        with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
-            snapshot = builder.build(store, SnapshotRequest(), ended_processes(reader.activities()))
-            if start_s >= findings_at_s:
-                run = analyze_run(store, directory, None)
-                run.query_everything()
-                findings = find_all(run)
-                search_s = time.monotonic() - start_s
-                findings_at_s = start_s + max(FINDINGS_INTERVAL_S, search_s / MAX_FINDINGS_SHARE)
-        health = assess_health(reader, snapshot)
+        try:
+            with open_store(directory) as store:
+                snapshot = RunSnapshot(store, ended=ended_processes(reader.activities()), caches=caches)
+                health = assess_health(reader, snapshot)
+                if start_s >= findings_at_s:
+                    findings = find_all(analyze_run(store, directory, None))
+                    search_s = time.monotonic() - start_s
+                    findings_at_s = start_s + max(FINDINGS_INTERVAL_S, search_s / MAX_FINDINGS_SHARE)
+        except (HistoryError, RunError):
+            snapshot = RunSnapshot()
+            health = assess_health(reader, snapshot)
         # The end is an event when its record is complete, or will never be.
         if health.end is None or is_over or is_unsupervised:
             is_over = is_over or health.end == LOST

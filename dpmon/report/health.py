@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_snapshot import EVERYTHING, RunCaches, RunSnapshot, Selection
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.run.activities import startup_wait_reason
@@ -40,6 +41,7 @@ from dpmon.text.formatting import format_calls_so_far, format_count, format_long
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
+_Result = TypeVar("_Result")
 FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
 """Exit statuses of `dpmon status`."""
@@ -105,20 +107,30 @@ def exit_sentence(exit_info: ExitInfo) -> str:
     return f"failed with exit status {exit_info.status} after {duration_text}{cause_text}"
 
 
+def read_run(
+    reader: RunReader,
+    read: Callable[[RunSnapshot], _Result],
+    selection: Selection = EVERYTHING,
+    caches: RunCaches | None = None,
+) -> _Result:
+    """Return what `read` returns for the run as of now; for a run without records if its history cannot be read."""
+    with suppress(HistoryError, RunError), open_store(reader.directory) as store:
+        return read(RunSnapshot(store, selection, ended_processes(reader.activities()), caches))
+    return read(RunSnapshot())
+
+
 def read_health(directory: Path) -> Health:
     """Return the health of the run in `directory` now."""
-    if load_exit(directory) is None:  # else the history cannot change the result
-        with suppress(HistoryError, RunError), open_store(directory) as store:
-            return health_from_store(directory, store)
-    return health_from_store(directory, None)
+    with closing(RunReader(directory)) as reader:
+        if load_exit(directory) is not None:  # the history cannot change the result
+            return assess_health(reader, RunSnapshot())
+        return read_run(reader, partial(assess_health, reader))
 
 
 def health_from_store(directory: Path, store: Store | None) -> Health:
     """Return the health of the run in `directory` now. `store`: its history; None if it cannot be read."""
     with closing(RunReader(directory)) as reader:
-        snapshot = RunSnapshot()
-        if store is not None:
-            snapshot = SnapshotBuilder().build(store, ended=ended_processes(reader.activities()))
+        snapshot = RunSnapshot() if store is None else RunSnapshot(store, ended=ended_processes(reader.activities()))
         return assess_health(reader, snapshot)
 
 

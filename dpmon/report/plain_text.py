@@ -18,7 +18,7 @@ from dpmon.report.document import (
     Table,
     TextHistogram,
 )
-from dpmon.report.report_data import collect_report_data
+from dpmon.report.report_data import open_report_data
 from dpmon.report.sections import build_document
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
@@ -38,7 +38,8 @@ def report_text(directory: Path, width: int = 80) -> list[str]:
 
     Headings do not begin with a space.
     """
-    return text_lines(build_document(collect_report_data(directory)), width)
+    with open_report_data(directory) as report:
+        return text_lines(build_document(report), width)
 
 
 def text_lines(document: Document, width: int = 80) -> list[str]:

@@ -95,9 +95,10 @@ def with_mode_reply(facts: ScreenData, mode: str = "dp", **changes: Any) -> Scre
     return replace(facts, state=facts.state.with_facts(mode_changes=state.mode_changes))
 
 
-def known_facts(process: Process | None) -> dict[str, Any]:
-    """Return the facts that a process has without a query."""
-    return {name: fact for name, fact in vars(process).items() if not name.startswith("_")}
+def all_facts(process: Process | None) -> dict[str, Any]:
+    """Return all facts of a process."""
+    names = {**vars(Process), **vars(process)}
+    return {name: getattr(process, name) for name in names if not name.startswith("_")}
 
 
 def with_process(facts: ScreenData, **changes: Any) -> ScreenData:

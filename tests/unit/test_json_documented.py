@@ -25,7 +25,6 @@ from dpmon.notify.run_notifications import find_notifications
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.report.health import Health
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.report_json import report_as_json
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
@@ -33,7 +32,7 @@ from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
 from dpmon.stalls.stall_report import build_report
 from support.format_readers import check_json_is_documented, documented_json_paths
-from support.history_builders import make_run_info, write_run_directory
+from support.history_builders import make_run_info, read_report, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event, host_event, pause_event, staged_calls
 
@@ -65,7 +64,7 @@ def objects(state: Path) -> list[dict[str, Any]]:
         write_run_directory({0: staged_calls(4, lambda n: (None, 2.0))}),
         write_run_directory({}),
     ]
-    return [json.loads(json.dumps(report_as_json(collect_report_data(directory)))) for directory in runs]
+    return [json.loads(json.dumps(report_as_json(read_report(directory)))) for directory in runs]
 
 
 def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> None:

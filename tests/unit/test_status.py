@@ -18,7 +18,6 @@ from dpmon.cli.main import main
 from dpmon.cli.status_stream import status_members
 from dpmon.cli.summary import summary_lines
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.record_types import Event
 from dpmon.report import health
 from dpmon.report.health import Health
@@ -360,7 +359,7 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
     ranked, seconds = ddp_rank_rows(3, slow=1, phase="data", steps=100)
     directory = write_run_directory(ranked, seconds=seconds / 1e9)
     with closing(RunReader(directory)) as reader, open_store(directory) as store:
-        taken = SnapshotBuilder().build(store)
+        taken = RunSnapshot(store)
         assert taken.representative is not None
         progress = replace(taken.representative.progress, epoch=1, batch=99, batches=200, left_ns=5e9, error_ns=1e8)
         process = taken.representative.with_facts(progress=progress)

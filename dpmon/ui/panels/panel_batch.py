@@ -168,7 +168,7 @@ def _ranks_with_steps(screen: ScreenData) -> list[Process]:
     indices = dict.fromkeys((*slow_processes, *first_processes))
     ranks = [
         process
-        for process in (state.processes[index] for index in indices if index in state.processes)
+        for process in state.current_processes(indices)
         if process.rank is not None and process.last_step is not None and process.last_step.phases
     ]
     ranks.sort(key=lambda rank: (rank.process not in slow_processes, rank is not screen.process, rank.rank))

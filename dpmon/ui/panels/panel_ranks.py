@@ -59,7 +59,8 @@ def is_shown(screen: ScreenData) -> bool:
 
 def _process_calls(screen: ScreenData, max_rows: int) -> list[tuple[Process, CallTimings | None]]:
     """Return at most `max_rows` processes, each with its chosen or newest call."""
-    return _pair_with_calls(screen, screen.state.training_processes[: max(max_rows, 1)])
+    first = screen.state.current_processes(screen.state.order[: max(max_rows, 1)])
+    return _pair_with_calls(screen, first)
 
 
 def _pair_with_calls(screen: ScreenData, processes: Iterable[Process]) -> list[tuple[Process, CallTimings | None]]:
@@ -210,7 +211,7 @@ def _table_ranks(screen: ScreenData, communication: Communication) -> list[_Rank
         other_ranks = (rank for rank in communication.ranks_by_wait if rank.process not in first_processes)
         times = islice(chain(first_ranks, other_ranks), _max_table_rows(screen))
     shown_times = [rank for rank in times if rank.process in screen.state.processes]
-    rows = _pair_with_calls(screen, (screen.state.processes[rank.process] for rank in shown_times))
+    rows = _pair_with_calls(screen, screen.state.current_processes(rank.process for rank in shown_times))
     return [_RankRow(process, track, rank) for (process, track), rank in zip(rows, shown_times, strict=True)]
 
 

@@ -192,7 +192,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
     `given`: the setup that is not in the store. `about`: the fields of ComparedRun from `id` to `started_unix`.
     """
     main_mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
-    straggler = None if run.communication is None else run.communication.straggler
+    straggler = None if run.whole_communication is None else run.whole_communication.straggler
     rows: list[tuple[int, Tally]] = []
     steps_by_batch: Counter[int] = Counter()
     trained_steps: Counter[tuple[int, int]] = Counter()
@@ -235,7 +235,7 @@ def _interruptions(run: RunAnalysis) -> list[tuple[int, int]]:
         (stall.since_ns, (run.until_ns if stall.end_ns is None else stall.end_ns) + SECOND)
         for stall in run.announced.stalls
     ]
-    return stalls + any_paused_intervals(run.pauses, run.until_ns)
+    return stalls + any_paused_intervals(run.pause_list, run.until_ns)
 
 
 def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tuple[int, int, TallyKey, Tally]]:
@@ -285,8 +285,8 @@ def _cpu_ns_per_step(run: RunAnalysis, trained_steps: Mapping[tuple[int, int], i
 
 def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     rate = None if mode is None else run.window.rate(mode)
-    peaks = [row.peak for row in run.memory if row.peak is not None]
-    communication = run.communication
+    peaks = [row.peak for row in run.device_memory if row.peak is not None]
+    communication = run.whole_communication
     rank_times = {} if communication is None else communication.mean_step_times
     hosts = [host.mem_run_max for host in run.samples.hosts if host.mem_run_max is not None]
     evaluations = [stats for stats in run.other_modes if (stats.mode, stats.kind) == (mode, EVALUATION)]
@@ -314,12 +314,12 @@ def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_batch: Counter[in
     first_change = next(
         (change for change in run.announced.changes if change.refused is None and change.mode == mode), None
     )
-    gpu_names = [device.name or "GPU" for device in run.devices if device.of_run]
+    gpu_names = [device.name or "GPU" for device in run.device_usage if device.of_run]
     gpus = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
     batch = max(steps_by_batch, key=steps_by_batch.__getitem__, default=NO_SAMPLES)
-    cores_text = None if run.host is None else format_count_with_noun(run.host.cpus, "processor")
-    if run.host is not None and run.host.machines > 1:
-        cores_text = f"{cores_text} on one of {run.host.machines} nodes"
+    cores_text = None if run.host_usage is None else format_count_with_noun(run.host_usage.cpus, "processor")
+    if run.host_usage is not None and run.host_usage.machines > 1:
+        cores_text = f"{cores_text} on one of {run.host_usage.machines} nodes"
     return {
         "kind of steps": STEP_KINDS[run.window.main_kind].replace("_", " "),
         "mode": RANK_MODES[distributed] if distributed and mode == "single" else mode,
@@ -341,12 +341,12 @@ def _switched_mode(run: RunAnalysis, mode: str | None) -> str:
 
 
 def _hardware_conditions(run: RunAnalysis) -> dict[str, float]:
-    run_devices = [device for device in run.devices if device.of_run]
+    run_devices = [device for device in run.device_usage if device.of_run]
     clocks = [clock for device in run_devices for clock in device.clocks]
     samples = sum(device.throttle_samples for device in run_devices)
     conditions = {
         "clock of the GPUs": median(clocks) if clocks else None,
         "throttled": sum(device.throttled.total() for device in run_devices) / samples if samples else None,
-        "processors busy with other work": None if run.host is None else run.host.others,
+        "processors busy with other work": None if run.host_usage is None else run.host_usage.others,
     }
     return {name: value for name, value in conditions.items() if value is not None}

@@ -158,13 +158,13 @@ class RunAnalysis(LazyFacts):
         return self.layouts.all_calls + self.open_calls
 
     @cached_property
-    def processes(self) -> list[int]:
+    def process_numbers(self) -> list[int]:
         """The processes with steps or calls, by rank; those without a rank are last."""
         processes = {*self.store.processes, *self.layouts.processes}
         return sorted(processes, key=lambda process: (self.rank(process) is None, self.rank(process) or 0, process))
 
     @cached_property
-    def communication(self) -> Communication | None:
+    def whole_communication(self) -> Communication | None:
         """The communication of the ranks; None if no ranks train together."""
         rank_of_process = {process: info.rank for process, info in self.announced.info.items()}
         ranks = rank_times_in_window(self.window, rank_of_process, self._nodes)
@@ -174,22 +174,22 @@ class RunAnalysis(LazyFacts):
         return build_communication(ranks, self.announced.wrappers, collectives, steps, tally=tally, lately=False)
 
     @cached_property
-    def rank_waits(self) -> RankWaits:
+    def whole_rank_waits(self) -> RankWaits:
         """Which ranks the others waited for, over the whole run; for each rank, of its newest process."""
-        if self.communication is None or not self.communication.ranks_with_waits:
+        if self.whole_communication is None or not self.whole_communication.ranks_with_waits:
             return RankWaits()
         ranks = {process.process: process.rank for process in self.state.training_processes if process.rank is not None}
         last_s = (self.last_step_ns or 0) // SECOND
         return read_rank_waits(self.store, BucketAnswers(), ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
-    def ranks(self) -> list[RankSummary]:
+    def rank_summaries(self) -> list[RankSummary]:
         """Each process, by rank; empty if there is only one."""
-        communication = self.communication
-        if len(self.processes) < 2:
+        communication = self.whole_communication
+        if len(self.process_numbers) < 2:
             return []
         times = {rank.process: rank for rank in communication.ranks} if communication is not None else {}
-        return [self._rank(process, times) for process in self.processes]
+        return [self._rank(process, times) for process in self.process_numbers]
 
     def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankSummary:
         sizes, (tally, rate) = self.layouts.of_process(process), self.window.process_totals(process)
@@ -211,7 +211,7 @@ class RunAnalysis(LazyFacts):
         )
 
     @cached_property
-    def memory(self) -> list[DeviceMemory]:
+    def device_memory(self) -> list[DeviceMemory]:
         """The memory of each device, for the processes that trained last."""
         return self.state.device_memory
 
@@ -220,7 +220,11 @@ class RunAnalysis(LazyFacts):
     def representative_process(self, mode: str, kind: int | None = None) -> int:
         """Return the process that represents a mode: the one of the run, or else the lowest rank with a step in it."""
         return next(
-            (process for process in (self._focus, *self.processes) if self.window.tally(mode, kind, process).steps),
+            (
+                process
+                for process in (self._focus, *self.process_numbers)
+                if self.window.tally(mode, kind, process).steps
+            ),
             self._focus,
         )
 
@@ -400,7 +404,7 @@ class RunAnalysis(LazyFacts):
         return bin_steps(self.store, self.first_step_ns, self.last_step_ns, median, processes)
 
     @cached_property
-    def pauses(self) -> list[Pause]:
+    def pause_list(self) -> list[Pause]:
         """All pauses, and refused requests."""
         newest_ns = max((step.start_ns for step in read_steps(self.store, 1)), default=-1)
         return build_pauses(self.announced.pauses, partial(find_next_step_ns, self.store), newest_ns)
@@ -408,23 +412,23 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def pause_totals(self) -> PauseTotals:
         """The totals of the pauses."""
-        return pause_totals(self.pauses, self.end_ns)
+        return pause_totals(self.pause_list, self.end_ns)
 
     @cached_property
     def paused(self) -> list[Span]:
         """The times in which all present processes were paused."""
-        return all_paused_intervals(self.pauses, self.window.step_intervals, self.until_ns)
+        return all_paused_intervals(self.pause_list, self.window.step_intervals, self.until_ns)
 
     @property
     def paused_alone_ns(self) -> int:
         """Time (ns) in which one process was paused and another was not."""
-        any_paused = any_paused_intervals(self.pauses, self.until_ns)
+        any_paused = any_paused_intervals(self.pause_list, self.until_ns)
         return sum(end - start for start, end in any_paused) - sum(end - start for start, end in self.paused)
 
     # ------------------------------------------------------------------------------------------ losses
 
     @cached_property
-    def losses(self) -> tuple[LossCurve, ...]:
+    def whole_losses(self) -> tuple[LossCurve, ...]:
         """The losses of the process that represents the training, over the whole run."""
         end_s = (self.last_step_ns or 0) // SECOND + 1
         return read_loss_curves(self.store, self._representative_trainer, 0, end_s, column_width_s(0, end_s))
@@ -439,7 +443,7 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def samples(self) -> DeviceUsageBuilder:
         """The samples of GPUs and host."""
-        usage = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _FOREVER_NS))
+        usage = DeviceUsageBuilder(all_paused_intervals(self.pause_list, self.window.step_intervals, _FOREVER_NS))
         for row in read_device_minutes(self.store):
             usage.add_rollup(row)
         for event in iter_events(self.store, "device", "host"):
@@ -447,12 +451,12 @@ class RunAnalysis(LazyFacts):
         return usage
 
     @cached_property
-    def devices(self) -> tuple[DeviceUsage, ...]:
+    def device_usage(self) -> tuple[DeviceUsage, ...]:
         """Each sampled GPU."""
         return self.samples.gpus()
 
     @cached_property
-    def host(self) -> HostUsage | None:
+    def host_usage(self) -> HostUsage | None:
         """The CPU use of the host; None if it was not sampled."""
         return self.samples.processors()
 

@@ -441,11 +441,11 @@ def assert_same_contents(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ analyses
 
 _EMPTY_ANALYSIS: dict[str, Any] = {
-    **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "devices", "memory", "longest_steps"), ()),
-    **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
-    **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
-    "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "processes": [], "announced": RunEvents(),
-    "until_ns": 0, "_ranks": {},
+    **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "device_usage", "device_memory"), ()),
+    **dict.fromkeys(("longest_steps", "gaps", "loaders", "paused", "whole_losses", "first_invalid_losses"), ()),
+    **dict.fromkeys(("host_usage", "mode_comparison", "whole_communication", "last_step_ns", "end_ns", "death")),
+    "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
+    "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None,
     "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS, between_activities=["between"]),
 }  # fmt: skip
 

@@ -147,8 +147,8 @@ def test_the_state_has_a_curve_for_each_line_of_the_process_in_focus() -> None:
     assert (first.place, first.first, first.last, first.step, first.t_ns) == ("train.py:88", 3.0, 2.0, 2, 2 * SECOND)
     assert (second.place, second.last, second.smoothed) == ("train.py:91", 9.0, 9.0)
     facts = RunAnalysis(recording.store())
-    assert [curve.place for curve in facts.losses] == ["train.py:88", "train.py:91"]
-    assert [point.mean for point in facts.losses[0].points] == [3.0, 2.0]
+    assert [curve.place for curve in facts.whole_losses] == ["train.py:88", "train.py:91"]
+    assert [point.mean for point in facts.whole_losses[0].points] == [3.0, 2.0]
     assert recording.state().unfit is None
 
 
@@ -160,7 +160,7 @@ def test_the_report_has_the_losses_of_a_process_that_trains() -> None:
     state = recording.state()
     assert state.representative is not None
     assert state.representative.process == 1, "the main process, which evaluates what its workers have trained"
-    assert [curve.last for curve in RunAnalysis(recording.store()).losses] == [2.0]
+    assert [curve.last for curve in RunAnalysis(recording.store()).whole_losses] == [2.0]
 
 
 def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:

@@ -170,7 +170,7 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
             for t in range(20)]  # fmt: skip
     directory = write_run_directory({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
     story = read_report(directory)
-    first, second = story.run.devices
+    first, second = story.run.device_usage
     assert (first.util_median, len(first.util), first.samples) == (97, 40, 41)
     assert first.mem_run_max == 99 << 30
     assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
@@ -188,10 +188,10 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     )
     story = read_report(directory)
     assert story.run.store.pruned > 0
-    (device,) = story.run.devices
+    (device,) = story.run.device_usage
     assert device.samples < 2400
     assert device.temperature_max == 80
-    points, every = (one.run.devices[0].points() for one in (story, whole))
+    points, every = (one.run.device_usage[0].points() for one in (story, whole))
     assert {util for _, util, _ in points} == {50.0}
     assert points[0][0] < 120 * SECOND
     assert every[-1][0] - points[-1][0] < 60 * SECOND

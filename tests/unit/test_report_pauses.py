@@ -55,7 +55,7 @@ def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
 def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     directory = paused_run(at_the_end_s=120.0)
     story = read_report(directory)
-    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.run.pauses] == [
+    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.run.pause_list] == [
         (100, 600),
         (200, 120),
     ]
@@ -100,7 +100,7 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
     payloads = [*training.begin(), *training.run(40), pause_event(training.now / SECOND, 40)]
     training.now += 60 * SECOND
     lost = [*payloads, *training.run(40)]
-    (pause,) = read_report(write_run_directory({0: lost})).run.pauses
+    (pause,) = read_report(write_run_directory({0: lost})).run.pause_list
     assert (pause.took_ns, pause.on) == (None, False)
     assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
     killed = write_run_directory({0: payloads}, seconds=training.now / SECOND)

@@ -124,7 +124,7 @@ def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
 def test_the_samples_of_the_ranks_add_up_to_those_of_the_run_at_the_rate_of_the_slowest() -> None:
     """Rank 0 evaluates for 2 s, in which the others wait. They have 2 s more of training time for the same steps."""
     run, _ = record_ddp_ranks(3, steps=200, evaluations={100: (0,)})
-    window, ranks = StatsWindow(run.store()), RunAnalysis(run.store()).ranks
+    window, ranks = StatsWindow(run.store()), RunAnalysis(run.store()).rank_summaries
     whole, own = window.rate(), [window.rate(process=process) for process in range(3)]
     assert None not in own
     assert whole is not None

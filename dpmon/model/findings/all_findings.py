@@ -59,7 +59,7 @@ _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
         find_quiet_end,
         find_invalid_losses,
     ),
-    lambda run: find_rank_problems(run.communication, run.steps),
+    lambda run: find_rank_problems(run.whole_communication, run.steps),
 )
 
 

@@ -49,9 +49,9 @@ def data_advice(stats: ModeStats, run: RunAnalysis) -> str:
             "not more workers: passing a batch between processes costs more than a fetch of"
             f" {format_long_duration(median)}; fetch larger batches, or index tensors in memory without a DataLoader"
         )
-    host = run.host
+    host = run.host_usage
     if host is not None and idle_cores(host) < MIN_IDLE_CORES:
-        if host.own < MIN_FETCH_CPU_SHARE * stats.phase_share("data") * max(len(run.processes), 1):
+        if host.own < MIN_FETCH_CPU_SHARE * stats.phase_share("data") * max(len(run.process_numbers), 1):
             return (
                 f"more workers (DataLoader num_workers){_persistent_workers_hint(run, stats.process)} if the fetches"
                 " wait for a disk or network; otherwise end other work: the CPU is"
@@ -63,7 +63,7 @@ def data_advice(stats: ModeStats, run: RunAnalysis) -> str:
             f" {format_percent(host.cpu_pct / 100)} in use, so more workers help only if the fetches wait for a disk or"
             " network"
         )
-    condition = "" if run.host is not None else ", if CPU cores are idle"
+    condition = "" if run.host_usage is not None else ", if CPU cores are idle"
     return (
         f"more workers (DataLoader num_workers){condition}{_persistent_workers_hint(run, stats.process)};"
         " less work per sample; data on a faster disk"
@@ -100,7 +100,7 @@ def copy_advice(run: RunAnalysis, process: int) -> str:
 
 def step_variance_advice(run: RunAnalysis, process: int, phase: str) -> str:
     """Return advice for step times of a process that vary widely. `phase`: the phase that takes most of the time."""
-    host = run.host
+    host = run.host_usage
     if host is not None and idle_cores(host) < MIN_IDLE_CORES:
         in_use = f"{host.cpus} CPU cores, which are {format_percent(host.cpu_pct / 100)} in use"
         if host.others > host.own:

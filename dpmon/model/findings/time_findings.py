@@ -82,7 +82,7 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
 
     Device times count if they are known: a device may still have queued work while the host waits.
     """
-    communication = run.communication
+    communication = run.whole_communication
     straggler = None if communication is None else communication.straggler
     for stats in most_affected(run, data_share, MIN_DATA_SHARE):
         if straggler is not None and _is_only_rank_waiting(straggler, stats):

@@ -15,7 +15,7 @@ from dpmon.cli.status_stream import status_members, step_line
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import final_stall
-from dpmon.model.run_snapshot import EVERYTHING, RunSnapshot, Selection
+from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, Selection
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, assess_health, read_health
@@ -101,25 +101,25 @@ def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
             print_unread_warning(reader.info, store)
             selection = Selection(span_s=0, over=True) if has_ended else EVERYTHING
             run = analyze_run(store, directory, exit_info, selection=selection)
-            return _status_of(reader, run.state, find_all(run)[:MAX_FINDINGS], word, exit_info)
-        return _status_of(reader, RunSnapshot(), [], word, exit_info)
+            return _status_of(reader, run, find_all(run)[:MAX_FINDINGS], word, exit_info)
+        return _status_of(reader, RunAnalysis(), [], word, exit_info)
 
 
 def _status_of(
-    reader: RunReader, snapshot: RunSnapshot, findings: Sequence[Finding], word: str, exit_info: ExitInfo | None
+    reader: RunReader, run: RunAnalysis, findings: Sequence[Finding], word: str, exit_info: ExitInfo | None
 ) -> tuple[Health, dict[str, Any]]:
     """Return the health of a run and the members of `status --json`. `word`: its state (`run_state`)."""
     has_ended = exit_info is not None or word == LOST
-    health = assess_health(reader, snapshot)
+    health = assess_health(reader, run)
     is_local = not has_ended and word != ELSEWHERE  # another machine has another monotonic clock
-    now_ns = time.monotonic_ns() - reader.info.start_ns if is_local else max(snapshot.newest_ns, 0)
+    now_ns = time.monotonic_ns() - reader.info.start_ns if is_local else max(run.newest_ns, 0)
     if exit_info is not None:
         now_ns = int(exit_info.seconds * 1e9)
     stall = None
     if not has_ended:
-        stall = snapshot.current_stall
+        stall = run.current_stall
     elif exit_info is None or exit_info.status != 0:
-        stall = final_stall(snapshot.stalls, snapshot.newest_ns)
+        stall = final_stall(run.stalls, run.newest_ns)
     stall_members = None
     if stall is not None:
         stall_members = fields_of(stall, "since_ns", "text", "ranks")
@@ -127,7 +127,7 @@ def _status_of(
     members = {
         "schema": SCHEMA,
         "name": short_name(reader.info),
-        **status_members(reader, snapshot, health, now_ns),
+        **status_members(reader, run, health, now_ns),
         "stall": stall_members,
         "findings": [finding._asdict() for finding in findings],
         "exit": None if exit_info is None else fields_of(exit_info, "status", "signal", "seconds"),

@@ -17,7 +17,8 @@ from typing import Any
 
 from dpmon.model.epoch_progress import NO_STEP, without_time
 from dpmon.model.nodes import NodeStatus
-from dpmon.model.run_snapshot import EVERYTHING, MAX_RANKS, Process, RunCaches, RunSnapshot, Selection
+from dpmon.model.run_analysis import EVERYTHING, MAX_RANKS, RunAnalysis, RunCaches, Selection
+from dpmon.model.run_process import Process
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import throughput_of
 from dpmon.record.safe_json import replace_nonfinite
@@ -124,9 +125,9 @@ class StatusStream:
         selection = Selection(span_s=0, over=True) if has_ended else EVERYTHING
         self._write_object({"kind": "status", **read_run(self._reader, self._members, selection, self._caches)})
 
-    def _members(self, snapshot: RunSnapshot) -> dict[str, Any]:
+    def _members(self, run: RunAnalysis) -> dict[str, Any]:
         now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
-        return status_members(self._reader, snapshot, assess_health(self._reader, snapshot), now_ns)
+        return status_members(self._reader, run, assess_health(self._reader, run), now_ns)
 
     def _write_object(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
@@ -134,41 +135,41 @@ class StatusStream:
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
 
-def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now_ns: int) -> dict[str, Any]:
+def status_members(reader: RunReader, run: RunAnalysis, health: Health, now_ns: int) -> dict[str, Any]:
     """Return the members of a status line that describe the run; `now_ns`: the time, in ns since the run's start."""
     members: dict[str, Any] = {"run": reader.info.id, "t_s": round(now_ns / 1e9, 3)}
     members["state"], members["health"] = health.state, health.fields()
-    process = snapshot.representative
-    progress_members, absent = _progress_members(process, snapshot, now_ns, _since_ns(reader, process))
+    process = run.representative
+    progress_members, absent = _progress_members(process, run, now_ns, _since_ns(reader, process))
     members |= progress_members
     progress = NO_STEP if process is None else process.progress
     halt_reason = _HALTED.get(health.state) if health.end is None else None
     members["progress"] = progress_fields(progress if halt_reason is None else without_time(progress, halt_reason))
-    members["losses"] = [loss_fields(curve) for curve in snapshot.losses]
-    if not snapshot.losses:
+    members["losses"] = [loss_fields(curve) for curve in run.losses]
+    if not run.losses:
         absent["losses"] = "no backward pass from one value was seen"
         if reader.info.options.get("loss") is False:
             absent["losses"] = "reading losses is disabled"
-    training_processes = snapshot.training_processes
+    training_processes = run.training_processes
     members["processes"] = len(training_processes)
     if len(training_processes) > 1:
-        times_by_process = {rank.process: rank for rank in snapshot.ranks}
+        times_by_process = {rank.process: rank for rank in run.ranks}
         members["ranks"] = [
             {**_rank_members(process), **rank_time_members(times_by_process.get(process.process))}
-            for process in snapshot.current_processes(snapshot.order[:MAX_RANKS])
+            for process in run.current_processes(run.order[:MAX_RANKS])
         ]
-    if snapshot.nodes:
-        members["nodes"] = [_node_members(node, now_ns) for node in snapshot.nodes]
-    communication = snapshot.communication
+    if run.nodes:
+        members["nodes"] = [_node_members(node, now_ns) for node in run.nodes]
+    communication = run.communication
     if communication is not None:
         communication_members = communication_fields(communication) or {}
         if halt_reason is not None:
             communication_members["straggler"], absent["straggler"] = None, halt_reason
         members["communication"] = communication_members
-    members["devices"] = [dict(track.data) for _, track in sorted(snapshot.devices.items())]
-    members["host"] = dict(snapshot.host.data) or None
-    members["warnings"] = snapshot.warning_count
-    members["dropped"] = snapshot.missed
+    members["devices"] = [dict(track.data) for _, track in sorted(run.devices.items())]
+    members["host"] = dict(run.host.data) or None
+    members["warnings"] = run.warning_count
+    members["dropped"] = run.missed
     members["absent"] = absent
     return members
 
@@ -180,24 +181,24 @@ def _since_ns(reader: RunReader, process: Process | None) -> int:
 
 
 def _progress_members(
-    process: Process | None, snapshot: RunSnapshot, now_ns: int, since_ns: int
+    process: Process | None, run: RunAnalysis, now_ns: int, since_ns: int
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Return step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if process is None or process.last_step is None:
         names = ("process", "rank", "step", "step_kind", "steps", "updates", *_RATES, "mode", "virtual", *_STAT_MEMBERS)
-        open_calls = snapshot.open_calls
+        open_calls = run.open_calls
         text = format_calls_so_far(open_calls) if open_calls else "no step has finished yet"
         absent.update(dict.fromkeys(names, text))
         return dict.fromkeys(names), absent
-    throughput = throughput_of(process, snapshot, now_ns, since_ns)
+    throughput = throughput_of(process, run, now_ns, since_ns)
     if throughput.reason is not None:
         absent.update(dict.fromkeys(_RATES, throughput.reason))
     elif throughput.samples_per_s is None:
         absent.update(dict.fromkeys(_RATES[1::2], "the steps have no sample count"))
     range_stats = process.ranged
     stats = None
-    if range_stats.steps and range_stats.mode == process.mode and range_stats.kind == snapshot.main_kind:
+    if range_stats.steps and range_stats.mode == process.mode and range_stats.kind == run.main_kind:
         stats = range_stats
     if stats is None:
         absent.update(dict.fromkeys(_STAT_MEMBERS, "no step in this mode yet"))
@@ -271,15 +272,15 @@ class ProgressReporter:
         """Return the run's progress and rates; without a new step since the last line, the state and its reason."""
         return read_run(self._reader, self._line, caches=self._caches)
 
-    def _line(self, snapshot: RunSnapshot) -> str:
-        process, now_ns = snapshot.representative, time.monotonic_ns() - self._reader.info.start_ns
+    def _line(self, run: RunAnalysis) -> str:
+        process, now_ns = run.representative, time.monotonic_ns() - self._reader.info.start_ns
         step = None if process is None else process.last_step
-        health = assess_live_run(self._reader, snapshot, now_ns)
+        health = assess_live_run(self._reader, run, now_ns)
         if step is None or step.start_ns + step.wall_ns <= self._last_ns:
             return health.sentence(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
-        line = step_line(status_members(self._reader, snapshot, health, now_ns))
-        return line if snapshot.straggler is None else f"{line}  {short_sentence(snapshot.straggler)}"
+        line = step_line(status_members(self._reader, run, health, now_ns))
+        return line if run.straggler is None else f"{line}  {short_sentence(run.straggler)}"
 
 
 def step_line(members: dict[str, Any]) -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import EVERYTHING, Selection
+from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, Selection
 from dpmon.report.health import read_health
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
@@ -112,7 +111,7 @@ def analyze_run(
         ended = ended_processes(reader.activities())
     end_ns = None if exit_info is None or exit_info.by != "supervisor" else int(exit_info.seconds * 1e9)
     return RunAnalysis(
-        store, ended, end_ns, selection=selection, stop_asked_ns=stop_requested_ns, death=death, raised=raised
+        store, selection, ended, end_ns=end_ns, stop_asked_ns=stop_requested_ns, death=death, raised=raised
     )
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
+from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, RunCaches, Selection, toggle_refusal
 from dpmon.model.run_events import WarningRecord
-from dpmon.model.run_snapshot import EVERYTHING, RunCaches, RunSnapshot, Selection, toggle_refusal
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.lifecycle import has_live_supervisor
@@ -59,7 +59,7 @@ class LiveRun:
         self.directory = directory
         self.cursor = TimeCursor()
         self._last_clock_ns = clock()
-        self.state = RunSnapshot()
+        self.state = RunAnalysis()
         """The state of the run at the time of the cursor. Its facts are queried when a picture needs them."""
         self._state_ns: int | None = None
         """The time of `state`; None for the present."""
@@ -186,7 +186,7 @@ class LiveRun:
 
     def _open_state(
         self, selection: Selection, time_ns: int | None, ended: frozenset[int] = frozenset()
-    ) -> RunSnapshot | None:
+    ) -> RunAnalysis | None:
         """Open the records and return the state as of a time; None if they cannot be read.
 
         While the screen is frozen, the records stay open: those of the time before the freeze are complete.
@@ -204,11 +204,11 @@ class LiveRun:
                 self._warn(error)
         if self._store is None:
             return None
-        return RunSnapshot(self._store.as_of(time_ns), selection, ended, self._caches)
+        return RunAnalysis(self._store.as_of(time_ns), selection, ended, self._caches)
 
     def note_unreadable(self, error: HistoryError) -> None:
         """Go back to the state of the last picture, and if that cannot be drawn either, to none; warn of the error."""
-        self.state, self._drawn_state = self._drawn_state, RunSnapshot()
+        self.state, self._drawn_state = self._drawn_state, RunAnalysis()
         self._warn(error)
 
     def _warn(self, error: HistoryError) -> None:
@@ -429,7 +429,7 @@ class LiveRun:
         is_earlier = self._state_ns is not None and self._state_ns <= self.cursor.position_ns
         return is_earlier and time.perf_counter() < self._rest_end_s
 
-    def _read_frozen_state(self, selection: Selection) -> RunSnapshot:
+    def _read_frozen_state(self, selection: Selection) -> RunAnalysis:
         """Return the state when the picture was frozen, for this selection.
 
         The first picture after the freeze is read, too: so all frozen ones have values of the same time.
@@ -500,6 +500,6 @@ class LiveRun:
         selection = self._select(screen.view)
 
         def read(store: Store) -> SlowSteps:
-            return RunSnapshot(store, selection, screen.state.ended).read_slow_steps(limit)
+            return RunAnalysis(store, selection, screen.state.ended).read_slow_steps(limit)
 
         return self._read(screen.cursor.time_ns, read)

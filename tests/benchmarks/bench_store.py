@@ -33,7 +33,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
 
-from dpmon.model.run_snapshot import RunCaches, RunSnapshot, Selection  # noqa: E402
+from dpmon.model.run_analysis import RunAnalysis, RunCaches, Selection  # noqa: E402
 from dpmon.record.history_rows import Definition  # noqa: E402
 from dpmon.record.record_types import CallRow, Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
@@ -234,7 +234,7 @@ class Live:
         """Return the processor time of drawing its state, ms."""
         began = time.process_time()
         with open_store(self.directory) as store:
-            state = RunSnapshot(store.as_of(None if t_s is None else t_s * SECOND), selection, caches=caches)
+            state = RunAnalysis(store.as_of(None if t_s is None else t_s * SECOND), selection, caches=caches)
             paint_screen(ScreenData(state, state.newest_ns, RUN_INFO), OutputView(), 120, 40, STYLE)
         took = (time.process_time() - began) * 1e3
         assert state.representative is not None

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_analysis import RunAnalysis, RunCaches, Selection
 from dpmon.model.run_events import RunEvents
-from dpmon.model.run_snapshot import RunCaches, RunSnapshot, Selection
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import (
@@ -149,18 +148,18 @@ class Recording:
         """Return the store with all records so far."""
         return Store(self._history.connection)
 
-    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **selected: Any) -> RunSnapshot:
+    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **selected: Any) -> RunAnalysis:
         """Return the state at the end of the records so far, or at time `t_ns`; `selected`: fields of Selection."""
         return snapshot_of_copy(self._db, t_ns, Selection(**selected), frozenset(ended), self._caches)
 
 
 def snapshot_of_copy(
     db: sqlite3.Connection, t_ns: int | None, selection: Selection, ended: frozenset[int], caches: RunCaches
-) -> RunSnapshot:
+) -> RunAnalysis:
     """Return the state of a copy of a history: its facts are queried later, when the history may have more records."""
     copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     db.backup(copy)
-    return RunSnapshot(Store(HistoryConnection(copy)).as_of(t_ns), selection, ended, caches)
+    return RunAnalysis(Store(HistoryConnection(copy)).as_of(t_ns), selection, ended, caches)
 
 
 def open_store_with(rows: Iterable[Row] | Mapping[int, Iterable[Row]], origin_ns: int = 0) -> Store:
@@ -174,12 +173,12 @@ def snapshot_of_rows(
     *,
     origin_ns: int = 0,
     **selected: Any,
-) -> RunSnapshot:
+) -> RunAnalysis:
     """Return the state of the screen at the end, or at time `t_ns`, from rows of one process or of several."""
     return _record_run(rows, origin_ns).state(t_ns, **selected)
 
 
-def snapshot_of_directory(directory: Path, t_ns: int | None = None, **selected: Any) -> RunSnapshot:
+def snapshot_of_directory(directory: Path, t_ns: int | None = None, **selected: Any) -> RunAnalysis:
     """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
     with open_store(directory) as store:
         return snapshot_of_copy(store.connection.db, t_ns, Selection(**selected), frozenset(), RunCaches())

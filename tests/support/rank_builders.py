@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model.communication import Communication, Wrapper, build_communication
+from dpmon.model.run_analysis import RunAnalysis, RunCaches, Selection
 from dpmon.model.run_events import parse_ddp_wrapper
-from dpmon.model.run_snapshot import RunCaches, RunSnapshot, Selection
 from dpmon.model.stragglers import (
     RankTimes,
 )
@@ -398,9 +398,9 @@ class ManyNodes:
         """Return the store with all records so far."""
         return Store(self._history.connection)
 
-    def state(self, *, ended: Iterable[int] = (), **selected: Any) -> RunSnapshot:
+    def state(self, *, ended: Iterable[int] = (), **selected: Any) -> RunAnalysis:
         """Return the state of the screen; `selected`: fields of Selection."""
-        return RunSnapshot(self.store(), Selection(**selected), frozenset(ended), self._caches)
+        return RunAnalysis(self.store(), Selection(**selected), frozenset(ended), self._caches)
 
     def close(self) -> None:
         """Close the history in a directory."""

@@ -168,12 +168,16 @@ def spread_advice(**more: Any) -> str:
 
 
 def test_fewer_threads_are_advised_only_where_the_run_needs_too_many() -> None:
-    assert spread_advice(host=host(others=1.0)).startswith("fewer threads (OMP_NUM_THREADS), so that they fit on 8 CPU")
+    assert spread_advice(host_usage=host(others=1.0)).startswith(
+        "fewer threads (OMP_NUM_THREADS), so that they fit on 8 CPU"
+    )
     loader = LoaderStart(0, 0, 0, 2, persistent=False)
-    assert "or loader workers, so that" in spread_advice(host=host(others=1.0), loaders=[loader])
-    assert spread_advice(host=host(own=1.0, others=6.5)).startswith("end other work: this run uses only 1.0 of 8 CPU")
+    assert "or loader workers, so that" in spread_advice(host_usage=host(others=1.0), loaders=[loader])
+    assert spread_advice(host_usage=host(own=1.0, others=6.5)).startswith(
+        "end other work: this run uses only 1.0 of 8 CPU"
+    )
     for machine in (host(cpu_pct=40.0), None):
-        assert "OMP_NUM_THREADS" not in spread_advice(host=machine)
+        assert "OMP_NUM_THREADS" not in spread_advice(host_usage=machine)
 
 
 def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:

@@ -16,7 +16,7 @@ import pytest
 from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
 from dpmon.model.nodes import NodeStatus
-from dpmon.model.run_snapshot import MAX_FULLY_READ, RunSnapshot, Selection
+from dpmon.model.run_analysis import MAX_FULLY_READ, RunAnalysis, Selection
 from dpmon.model.stragglers import delay_shares, straggler_sentence
 from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP
@@ -304,12 +304,12 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
 
     run = ManyNodes(2, slow=-1).run(0, 20)
     lengthen(run, ((1, 17), (10, 10)), range(8), 6 * SECOND)
-    facts = ScreenData(RunSnapshot(run.store()), 20 * SECOND, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(RunAnalysis(run.store()), 20 * SECOND, RUN_INFO, is_command_alive=True)
     assert len(means(facts)) == 2
     run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
     run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
     for process in (0, 9):
-        state = RunSnapshot(run.store(), Selection(process=process))
+        state = RunAnalysis(run.store(), Selection(process=process))
         facts = ScreenData(state, 20 * SECOND, RUN_INFO, View(process_index=process), is_command_alive=True)
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
@@ -323,7 +323,7 @@ def test_a_picture_of_very_many_ranks_has_recent_waits_and_the_newest_facts_of_t
         run.slow = 11 if second < 30 else 150
         run.second(second)
         kept = run.state()
-        first = RunSnapshot(run.store())
+        first = RunAnalysis(run.store())
         waits, newest = (
             [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.slowest, one.group) for one in state.ranks]
             for state in (kept, first)

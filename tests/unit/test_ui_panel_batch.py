@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.run_snapshot import PHASES
+from dpmon.model.run_process import PHASES
 from dpmon.model.step_history import Column
 from dpmon.record.history_rows import Row
 from dpmon.record.shared_names import Untimed

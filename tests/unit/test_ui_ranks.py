@@ -8,8 +8,7 @@ from functools import lru_cache
 import pytest
 
 from dpmon.model.rank_stats import MAX_LEAST_WAITING
-from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import RunSnapshot, toggle_refusal
+from dpmon.model.run_analysis import RunAnalysis, toggle_refusal
 from dpmon.model.throughput import throughput_of
 from dpmon.store.step_stats import StatsWindow
 from dpmon.ui.panels import panel_ranks
@@ -61,7 +60,7 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     assert format_mode_and_devices(taught, "x")[0] == "ddp x2"
     assert toggle_refusal(state.with_facts(processes={**state.processes, taught.process: taught})) is not None
     assert toggle_refusal(facts_of(1, via="DataParallel").state) is None
-    assert toggle_refusal(RunSnapshot()) is not None
+    assert toggle_refusal(RunAnalysis()) is not None
 
 
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.report.plain_text import report_text
@@ -50,11 +50,11 @@ def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[Row]:
     return [Event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
-def recorded(payloads: Sequence[Row], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunSnapshot:
+def recorded(payloads: Sequence[Row], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunAnalysis:
     return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s)
 
 
-def drawn(state: RunSnapshot) -> str:
+def drawn(state: RunAnalysis) -> str:
     return " ".join(screen_text(ScreenData(state, state.newest_ns, is_command_alive=True), 120, 60).split())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
-from dpmon.model.run_snapshot import NO_STEPS, PHASES, Process
+from dpmon.model.run_process import NO_STEPS, PHASES, Process
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.record.record_types import MAX_SPANS, Call

@@ -13,7 +13,8 @@ from dpmon.model.communication import Communication
 from dpmon.model.nodes import SILENT
 from dpmon.model.rank_stats import MAX_LEAST_WAITING
 from dpmon.model.recent_calls import CallTimings
-from dpmon.model.run_snapshot import MAX_LISTED_RANKS, Process
+from dpmon.model.run_analysis import MAX_LISTED_RANKS
+from dpmon.model.run_process import Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, short_sentence, straggler_sentence
 from dpmon.record.schema import WAIT
 from dpmon.record.shared_names import node_suffix

@@ -150,19 +150,19 @@ def _find_run_of_job(job: str) -> Path:
 def report(options: argparse.Namespace) -> int:
     """Print the report, or write it to the chosen file."""
     from dpmon.report.html_page import render_page
-    from dpmon.report.report_data import collect_report_data
+    from dpmon.report.report_data import open_report_data
     from dpmon.report.report_json import report_as_json
     from dpmon.report.sections import build_document
 
     directory, output = find_run(options.run), options.output
-    data = collect_report_data(directory)
-    if options.html:
-        text = render_page(build_document(data))
-        output = output or f"{short_name(load_info(directory))}.html"
-    elif options.json:
-        text = to_safe_json(report_as_json(data), indent=1) + "\n"
-    else:
-        text = render_document(build_document(data), output)
+    with open_report_data(directory) as data:
+        if options.html:
+            text = render_page(build_document(data))
+            output = output or f"{short_name(load_info(directory))}.html"
+        elif options.json:
+            text = to_safe_json(report_as_json(data), indent=1) + "\n"
+        else:
+            text = render_document(build_document(data), output)
     write_output(text, output, print_path=options.html)
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from typing import Any
 from dpmon.cli.messages import print_unread_warning
 from dpmon.cli.status_stream import status_members, step_line
 from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
-from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
+from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, Selection
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import LOST, TIMED_OUT, Health, assess_health, read_health
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import has_succeeded, run_state
-from dpmon.run.run_directory import RunError
+from dpmon.run.run_directory import ExitInfo, RunError
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import find_live_run, list_runs, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
@@ -88,37 +90,40 @@ def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
     """Return the health of a run and the members of `status --json`. RunError if it is not a run."""
     with closing(RunReader(directory)) as reader:
         word, exit_info = run_state(directory, reader.info)
-        snapshot, findings, has_ended = RunSnapshot(), [], exit_info is not None or word == LOST
+        has_ended = exit_info is not None or word == LOST
         with suppress(RunError), open_store(directory) as store:
             print_unread_warning(reader.info, store)
-            request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
-            run = analyze_run(store, directory, exit_info, request=request)
-            run.query_everything()
-            run.state.query_everything()
-            snapshot = run.state
-            findings = [finding._asdict() for finding in find_all(run)[:MAX_FINDINGS]]
-        health = assess_health(reader, snapshot)
-        is_local = not has_ended and word != ELSEWHERE  # another machine has another monotonic clock
-        now_ns = time.monotonic_ns() - reader.info.start_ns if is_local else max(snapshot.newest_ns, 0)
-        if exit_info is not None:
-            now_ns = int(exit_info.seconds * 1e9)
-        stall = None
-        if not has_ended:
-            stall = snapshot.current_stall
-        else:
-            stall = final_stall(snapshot.stalls, snapshot.newest_ns, has_succeeded(exit_info))
-        stall_members = None
-        if stall is not None:
-            stall_members = fields_of(stall, "since_ns", "text", "ranks")
-            stall_members["lasted_s"] = stall.duration_ns(now_ns) / 1e9
-        members = {
-            "schema": SCHEMA,
-            "name": short_name(reader.info),
-            **status_members(reader, snapshot, health, now_ns),
-            "stall": stall_members,
-            "findings": findings,
-            "exit": None if exit_info is None else fields_of(exit_info, "status", "signal", "seconds"),
-        }
+            selection = Selection(span_s=0, over=True) if has_ended else EVERYTHING
+            run = analyze_run(store, directory, exit_info, selection=selection)
+            return _status_of(reader, run, find_all(run)[:MAX_FINDINGS], word, exit_info)
+        return _status_of(reader, RunAnalysis(), [], word, exit_info)
+
+
+def _status_of(
+    reader: RunReader, run: RunAnalysis, findings: Sequence[Finding], word: str, exit_info: ExitInfo | None
+) -> tuple[Health, dict[str, Any]]:
+    """Return the health of a run and the members of `status --json`. `word`: its state (`run_state`)."""
+    has_ended = exit_info is not None or word == LOST
+    health = assess_health(reader, run)
+    is_local = not has_ended and word != ELSEWHERE  # another machine has another monotonic clock
+    now_ns = time.monotonic_ns() - reader.info.start_ns if is_local else max(run.newest_ns, 0)
+    if exit_info is not None:
+        now_ns = int(exit_info.seconds * 1e9)
+    stall = run.current_stall
+    if has_ended:
+        stall = final_stall(run.stalls, run.newest_ns, has_succeeded(exit_info))
+    stall_members = None
+    if stall is not None:
+        stall_members = fields_of(stall, "since_ns", "text", "ranks")
+        stall_members["lasted_s"] = stall.duration_ns(now_ns) / 1e9
+    members = {
+        "schema": SCHEMA,
+        "name": short_name(reader.info),
+        **status_members(reader, run, health, now_ns),
+        "stall": stall_members,
+        "findings": [finding._asdict() for finding in findings],
+        "exit": None if exit_info is None else fields_of(exit_info, "status", "signal", "seconds"),
+    }
     return health, {name: replace_nonfinite(value) for name, value in members.items()}
 
 

@@ -12,22 +12,19 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.errors import HistoryError
-from dpmon.model.active_processes import ended_processes
 from dpmon.model.epoch_progress import NO_STEP, without_time
 from dpmon.model.nodes import NodeStatus
-from dpmon.model.run_snapshot import Process, RunSnapshot, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_analysis import EVERYTHING, MAX_RANKS, RunAnalysis, RunCaches, Selection
+from dpmon.model.run_process import Process
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import throughput_of
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
 from dpmon.report import tables
-from dpmon.report.health import Health, assess_health, assess_live_run
+from dpmon.report.health import Health, assess_health, assess_live_run, read_run
 from dpmon.report.report_json import communication_fields, loss_fields, progress_fields, rank_time_members
 from dpmon.run.output_target import is_stream, open_stream, open_truncated
 from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
@@ -35,7 +32,6 @@ from dpmon.run.run_reader import RunReader
 from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.step_stats import Rate, StepStats, quantities_to_json, rate_to_json
-from dpmon.store.store_opening import open_store
 from dpmon.text.fact_table import fields_of
 from dpmon.text.formatting import (
     format_calls_so_far,
@@ -49,7 +45,6 @@ from dpmon.text.formatting import (
 INTERVAL_S = 1.0
 _RATES = tuple(rate_to_json(None))
 _STAT_MEMBERS = ("step_ms", "phases", "call_phases", "quantities")
-_MAX_RANKS = 64
 _HALTED = {STALLED: "the run is stalled", ENDED: "the run is ending"}
 """States without a time left and without a straggler, and the reason."""
 
@@ -98,8 +93,7 @@ class StatusStream:
     def __init__(self, reader: RunReader, write: Callable[[bytes], bool]) -> None:
         self._reader = reader
         self._write = write
-        self._state = RunSnapshot()
-        self._snapshot_builder = SnapshotBuilder()
+        self._caches = RunCaches()
         self._due = 0.0
         self._skipped = 0
 
@@ -109,14 +103,12 @@ class StatusStream:
             return
         # Lines are INTERVAL_S apart, however long one takes. After a longer delay, one line replaces the missed ones.
         self._due = self._due + INTERVAL_S if now < self._due + INTERVAL_S else now + INTERVAL_S
-        self._read_snapshot()
         self._write_status()
 
     def write_final(self, exit_info: ExitInfo | None) -> None:
         """Write the last lines: the final status and the exit."""
         try:
-            self._read_snapshot(has_ended=True)
-            self._write_status()
+            self._write_status(has_ended=True)
         finally:
             self._write_exit(exit_info)
 
@@ -129,16 +121,13 @@ class StatusStream:
         self._write_object(members)
         self._reader.close()
 
-    def _read_snapshot(self, has_ended: bool = False) -> None:
-        with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            ended = ended_processes(self._reader.activities())
-            request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
-            self._state = self._snapshot_builder.build(store, request, ended)
+    def _write_status(self, has_ended: bool = False) -> None:
+        selection = Selection(span_s=0, over=True) if has_ended else EVERYTHING
+        self._write_object({"kind": "status", **read_run(self._reader, self._members, selection, self._caches)})
 
-    def _write_status(self) -> None:
+    def _members(self, run: RunAnalysis) -> dict[str, Any]:
         now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
-        members = status_members(self._reader, self._state, assess_health(self._reader, self._state), now_ns)
-        self._write_object({"kind": "status", **members})
+        return status_members(self._reader, run, assess_health(self._reader, run), now_ns)
 
     def _write_object(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
@@ -146,41 +135,41 @@ class StatusStream:
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
 
-def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now_ns: int) -> dict[str, Any]:
+def status_members(reader: RunReader, run: RunAnalysis, health: Health, now_ns: int) -> dict[str, Any]:
     """Return the members of a status line that describe the run; `now_ns`: the time, in ns since the run's start."""
     members: dict[str, Any] = {"run": reader.info.id, "t_s": round(now_ns / 1e9, 3)}
     members["state"], members["health"] = health.state, health.fields()
-    process = snapshot.representative
-    progress_members, absent = _progress_members(process, snapshot, now_ns, _since_ns(reader, process))
+    process = run.representative
+    progress_members, absent = _progress_members(process, run, now_ns, _since_ns(reader, process))
     members |= progress_members
     progress = NO_STEP if process is None else process.progress
     halt_reason = _HALTED.get(health.state) if health.end is None else None
     members["progress"] = progress_fields(progress if halt_reason is None else without_time(progress, halt_reason))
-    members["losses"] = [loss_fields(curve) for curve in snapshot.losses]
-    if not snapshot.losses:
+    members["losses"] = [loss_fields(curve) for curve in run.losses]
+    if not run.losses:
         absent["losses"] = "no backward pass from one value was seen"
         if reader.info.options.get("loss") is False:
             absent["losses"] = "reading losses is disabled"
-    training_processes = snapshot.training_processes
+    training_processes = run.training_processes
     members["processes"] = len(training_processes)
     if len(training_processes) > 1:
-        times_by_process = {rank.process: rank for rank in snapshot.ranks}
+        times_by_process = {rank.process: rank for rank in run.ranks}
         members["ranks"] = [
             {**_rank_members(process), **rank_time_members(times_by_process.get(process.process))}
-            for process in training_processes[:_MAX_RANKS]
+            for process in run.current_processes(run.order[:MAX_RANKS])
         ]
-    if snapshot.nodes:
-        members["nodes"] = [_node_members(node, now_ns) for node in snapshot.nodes]
-    communication = snapshot.communication
+    if run.nodes:
+        members["nodes"] = [_node_members(node, now_ns) for node in run.nodes]
+    communication = run.communication
     if communication is not None:
         communication_members = communication_fields(communication) or {}
         if halt_reason is not None:
             communication_members["straggler"], absent["straggler"] = None, halt_reason
         members["communication"] = communication_members
-    members["devices"] = [dict(track.data) for _, track in sorted(snapshot.devices.items())]
-    members["host"] = dict(snapshot.host.data) or None
-    members["warnings"] = snapshot.warning_count
-    members["dropped"] = snapshot.missed
+    members["devices"] = [dict(track.data) for _, track in sorted(run.devices.items())]
+    members["host"] = dict(run.host.data) or None
+    members["warnings"] = run.warning_count
+    members["dropped"] = run.missed
     members["absent"] = absent
     return members
 
@@ -192,24 +181,24 @@ def _since_ns(reader: RunReader, process: Process | None) -> int:
 
 
 def _progress_members(
-    process: Process | None, snapshot: RunSnapshot, now_ns: int, since_ns: int
+    process: Process | None, run: RunAnalysis, now_ns: int, since_ns: int
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Return step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if process is None or process.last_step is None:
         names = ("process", "rank", "step", "step_kind", "steps", "updates", *_RATES, "mode", "virtual", *_STAT_MEMBERS)
-        open_calls = snapshot.open_calls
+        open_calls = run.open_calls
         text = format_calls_so_far(open_calls) if open_calls else "no step has finished yet"
         absent.update(dict.fromkeys(names, text))
         return dict.fromkeys(names), absent
-    throughput = throughput_of(process, snapshot, now_ns, since_ns)
+    throughput = throughput_of(process, run, now_ns, since_ns)
     if throughput.reason is not None:
         absent.update(dict.fromkeys(_RATES, throughput.reason))
     elif throughput.samples_per_s is None:
         absent.update(dict.fromkeys(_RATES[1::2], "the steps have no sample count"))
     range_stats = process.ranged
     stats = None
-    if range_stats.steps and range_stats.mode == process.mode and range_stats.kind == snapshot.main_kind:
+    if range_stats.steps and range_stats.mode == process.mode and range_stats.kind == run.main_kind:
         stats = range_stats
     if stats is None:
         absent.update(dict.fromkeys(_STAT_MEMBERS, "no step in this mode yet"))
@@ -275,23 +264,23 @@ class ProgressReporter:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._snapshot_builder = SnapshotBuilder()
+        self._caches = RunCaches()
         self._last_ns = 0
         """End of the newest step (ns since the run's start); 0 before the first step."""
 
     def line(self) -> str:
         """Return the run's progress and rates; without a new step since the last line, the state and its reason."""
-        activities, snapshot = self._reader.activities(), RunSnapshot()
-        with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            snapshot = self._snapshot_builder.build(store, SnapshotRequest(), ended_processes(activities))
-        process, now_ns = snapshot.representative, time.monotonic_ns() - self._reader.info.start_ns
+        return read_run(self._reader, self._line, caches=self._caches)
+
+    def _line(self, run: RunAnalysis) -> str:
+        process, now_ns = run.representative, time.monotonic_ns() - self._reader.info.start_ns
         step = None if process is None else process.last_step
-        health = assess_live_run(self._reader, snapshot, now_ns)
+        health = assess_live_run(self._reader, run, now_ns)
         if step is None or step.start_ns + step.wall_ns <= self._last_ns:
             return health.sentence(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
-        line = step_line(status_members(self._reader, snapshot, health, now_ns))
-        return line if snapshot.straggler is None else f"{line}  {short_sentence(snapshot.straggler)}"
+        line = step_line(status_members(self._reader, run, health, now_ns))
+        return line if run.straggler is None else f"{line}  {short_sentence(run.straggler)}"
 
 
 def step_line(members: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dpmon.errors import HistoryError
 from dpmon.report.health import exit_sentence
 from dpmon.report.plain_text import section_lines
-from dpmon.report.report_data import collect_report_data
+from dpmon.report.report_data import open_report_data
 from dpmon.report.sections import SUMMARY_TITLES, build_document
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.run_directory import ExitInfo, load_info
@@ -32,8 +32,8 @@ def summary_lines(directory: Path, exit_info: ExitInfo | None, width: int = WIDT
     name = short_name(run_info)
     lines = [_outcome_line(directory, exit_info)]
     try:
-        report = collect_report_data(directory)
-        document = build_document(report)
+        with open_report_data(directory) as report:
+            document = build_document(report)
         lines += [*document.facts, *_warning_lines(report.warnings, name)]
         sections = [section for section in document.sections if section.title in SUMMARY_TITLES]
         lines += [line for section in sections for line in section_lines(section, width)]

@@ -29,7 +29,7 @@ from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_chan
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
 from dpmon.report.health import exit_sentence
-from dpmon.report.report_data import analyze_run, collect_report_data
+from dpmon.report.report_data import analyze_run, open_report_data
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_registry import find_run, short_name
@@ -166,7 +166,8 @@ def _run_trial(options: argparse.Namespace, trial: Trial, round_number: int) -> 
     exit_info, steps = load_exit(directory), _max_steps(directory)
     has_ended_alone = exit_info is not None and not exit_info.stopped
     if exit_info is not None and has_ended_alone and exit_info.status:
-        last_lines = collect_report_data(directory).last_output
+        with open_report_data(directory) as report:
+            last_lines = report.last_output
         line = f": {sanitize_line(last_lines[-1], 300)}" if last_lines else ""
         raise RunError(f"{run_name} {exit_sentence(exit_info)}{line}")
     if steps < options.steps:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dpmon.model.run_snapshot import Process
+    from dpmon.model.run_process import Process
 
 _LATELY_NS = 30_000_000_000
 _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3

@@ -51,12 +51,12 @@ class Condition(NamedTuple):
 
 
 def _gpu_clock(run: RunAnalysis) -> float | None:
-    clocks = [clock for device in run.devices if device.of_run for clock in device.clocks]
+    clocks = [clock for device in run.device_usage if device.of_run for clock in device.clocks]
     return median(clocks) if clocks else None
 
 
 def _throttled_share(run: RunAnalysis) -> float | None:
-    run_devices = [device for device in run.devices if device.of_run]
+    run_devices = [device for device in run.device_usage if device.of_run]
     samples = sum(device.throttle_samples for device in run_devices)
     return sum(device.throttled.total() for device in run_devices) / samples if samples else None
 
@@ -65,7 +65,7 @@ CONDITIONS: Mapping[str, Condition] = {
     "clock of the GPUs": Condition(_gpu_clock, 30.0, "{:.0f} MHz".format),
     "throttled": Condition(_throttled_share, 0.05, format_percent),
     "processors busy with other work": Condition(
-        lambda run: None if run.host is None else run.host.others, 0.5, "{:.1f}".format
+        lambda run: None if run.host_usage is None else run.host_usage.others, 0.5, "{:.1f}".format
     ),
 }
 """By label."""
@@ -225,7 +225,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
     `given`: the setup that is not in the store. `about`: the fields of ComparedRun from `id` to `started_unix`.
     """
     mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
-    straggler = None if run.communication is None else run.communication.straggler
+    straggler = None if run.whole_communication is None else run.whole_communication.straggler
     rows: list[tuple[int, Tally]] = []
     trained_steps: Counter[tuple[int, int]] = Counter()
     if mode is not None:
@@ -298,8 +298,8 @@ def _cpu_ns_per_step(run: RunAnalysis, trained_steps: Mapping[tuple[int, int], i
 
 def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     rate = None if mode is None else run.window.rate(mode)
-    peaks = [row.peak for row in run.memory if row.peak is not None]
-    communication = run.communication
+    peaks = [row.peak for row in run.device_memory if row.peak is not None]
+    communication = run.whole_communication
     rank_times = {} if communication is None else communication.mean_step_times
     hosts = [host.mem_run_max for host in run.samples.hosts if host.mem_run_max is not None]
     evaluations = [stats for stats in run.other_modes if (stats.mode, stats.kind) == (mode, EVALUATION)]
@@ -326,18 +326,18 @@ def _setup_labels(run: RunAnalysis, compared: ComparedRun) -> dict[str, str | No
     first_change = next(
         (change for change in run.announced.changes if change.refused is None and change.mode == mode), None
     )
-    gpu_names = [device.name or "GPU" for device in run.devices if device.of_run]
+    gpu_names = [device.name or "GPU" for device in run.device_usage if device.of_run]
     hardware = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
-    if run.host is not None:
-        nodes_text = f" on one of {run.host.machines} nodes" if run.host.machines > 1 else ""
-        hardware.append(f"{format_count_with_noun(run.host.cpus, 'processor')}{nodes_text}")
+    if run.host_usage is not None:
+        nodes_text = f" on one of {run.host_usage.machines} nodes" if run.host_usage.machines > 1 else ""
+        hardware.append(f"{format_count_with_noun(run.host_usage.cpus, 'processor')}{nodes_text}")
     batch = NO_SAMPLES if compared.main_batch is None else compared.main_batch
     return {
         "kind of steps": STEP_KINDS[run.window.main_kind].replace("_", " "),
         "mode": RANK_MODES[distributed] if distributed and mode == "single" else mode,
         "ranks": str(compared.ranks) if seen_ranks >= compared.ranks else f"{seen_ranks} of {compared.ranks}",
         "devices": None if first_change is None else " ".join(first_change.devices),
-        "hardware": None if run.host is None else ", ".join(hardware),
+        "hardware": None if run.host_usage is None else ", ".join(hardware),
         "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(batch, str(batch)),
         "Python": process.python,
         "torch": process.torch,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from dpmon.model.run_snapshot import Process
+    from dpmon.model.run_process import Process
 
 TRIFLE_BYTES = 1 << 20
 """If GPUs have rows, the host gets a row only with at least this many bytes."""

@@ -13,7 +13,8 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.node_table import NODE_DEVICES, read_node_rows
 
 if TYPE_CHECKING:
-    from dpmon.model.run_snapshot import Process, RunSnapshot
+    from dpmon.model.run_analysis import RunAnalysis
+    from dpmon.model.run_process import Process
     from dpmon.store.store_queries import Store
 
 SLOW_NS = 3 * SECOND
@@ -118,13 +119,13 @@ def node_of(nodes: Sequence[NodeStatus], process: Process | None) -> int | None:
     return next((node.number for node in nodes if process is None or process.process in node.processes), None)
 
 
-def find_rank(snapshot: RunSnapshot, text: str) -> int | None:
+def find_rank(run: RunAnalysis, text: str) -> int | None:
     """Return the process of a rank by its number, or of the slowest rank of a node by its name; None if unknown."""
     text = text.strip().removeprefix("rank ").strip()
     if text.isdecimal():
-        return next((process.process for process in snapshot.training_processes if process.rank == int(text)), None)
-    node = next((node for node in snapshot.nodes if node.name == text), None)
-    ranks = [rank for rank in snapshot.ranks if node is not None and rank.process in node.processes]
+        return next((process.process for process in run.training_processes if process.rank == int(text)), None)
+    node = next((node for node in run.nodes if node.name == text), None)
+    ranks = [rank for rank in run.ranks if node is not None and rank.process in node.processes]
     first = node.processes[0] if node is not None and node.processes else None
     return min(ranks, key=lambda rank: rank.wait_ns or 0.0).process if ranks else first
 

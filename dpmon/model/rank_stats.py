@@ -15,7 +15,7 @@ from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies
 
 if TYPE_CHECKING:
-    from dpmon.model.run_snapshot import Process
+    from dpmon.model.run_process import Process
     from dpmon.store.store_queries import Store
 
 MAX_LEAST_WAITING = 10

@@ -13,7 +13,7 @@ from dpmon.record.record_types import Call, Step
 from dpmon.record.schema import phase_by_name
 
 if TYPE_CHECKING:
-    from dpmon.model.run_snapshot import Process
+    from dpmon.model.run_process import Process
 
 
 class Piece(NamedTuple):

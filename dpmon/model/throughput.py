@@ -16,7 +16,8 @@ from dpmon.store.tally_tables import read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
-    from dpmon.model.run_snapshot import Process, RunSnapshot
+    from dpmon.model.run_analysis import RunAnalysis
+    from dpmon.model.run_process import Process
     from dpmon.store.store_queries import Store
 
 WINDOW_S = 10
@@ -80,7 +81,7 @@ def sample_unevenly(items: Sequence[_Item], limit: int) -> Sequence[_Item]:
 
 @lru_cache(8)
 def _sample_indices(count: int, limit: int) -> Sequence[int]:
-    """Return the indices of `limit` of `count` items. Each snapshot needs the same ones."""
+    """Return the indices of `limit` of `count` items. Each run needs the same ones."""
     return sorted(sorted(range(count), key=lambda index: index * _GOLDEN_RATIO % 1.0)[:limit])
 
 
@@ -192,14 +193,14 @@ def _counted_ns(times: Mapping[tuple[int, int], int], start_ns: int, end_ns: int
     return counted_ns
 
 
-def throughput_of(process: Process, snapshot: RunSnapshot, now_ns: int, since_ns: int = 0) -> Throughput:
+def throughput_of(process: Process, run: RunAnalysis, now_ns: int, since_ns: int = 0) -> Throughput:
     """Return the rate over the last ten seconds of training of a process; of the whole run once it has ended.
 
     All ranks together have one rate. Without a rate, it has a reason: too few steps, or none for a long time.
     `since_ns`: start of the current activity of the process. With an overloaded CPU, earlier steps may not be recorded
     yet.
     """
-    if snapshot.over:
+    if run.over:
         if process.mean is not None:
             return Throughput(process.mean, None)
         return Throughput(None, _NO_STEP if process.last_step is None else "no step is in the metrics")
@@ -213,7 +214,7 @@ def throughput_of(process: Process, snapshot: RunSnapshot, now_ns: int, since_ns
         return Throughput(None, f"no step has finished for {(now_ns - end_ns) / 1e9:.0f} s")
     evaluation_ns = end_ns - (end_ns if recent.last_ns is None else recent.last_ns)
     if evaluation_ns > max(3 * SECOND, 3 * recent.step_ns):
-        word = snapshot.kind_words[last.kind]
+        word = run.kind_words[last.kind]
         return Throughput(None, f"{word}: no training step has finished for {evaluation_ns / 1e9:.0f} s")
     if recent.rate is None:
         return Throughput(None, "one step so far in this mode")

@@ -24,13 +24,11 @@ from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_analysis import RunAnalysis, RunCaches
 from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
 from dpmon.report.health import LOST, assess_health
-from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import EXIT_FILE, RunError, RunInfo
@@ -197,7 +195,7 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
     commands = NotificationCommands(directory, run_info, sent_log, command)
     alive_minutes = number_member(run_info.options, "alive_minutes")
     alive_s = 60.0 * alive_minutes if alive_minutes else None
-    builder, snapshot = SnapshotBuilder(), RunSnapshot()
+    caches = RunCaches()
     findings: list[Finding] = []
     findings_at_s = time.monotonic() + FINDINGS_INTERVAL_S
     supervised_s = time.monotonic()
@@ -209,22 +207,24 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
         if exit_info is None and has_supervisor:
             supervised_s = start_s
         is_unsupervised = start_s - supervised_s >= UNSUPERVISED_S
-        with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
-            snapshot = builder.build(store, SnapshotRequest(), ended_processes(reader.activities()))
-            if start_s >= findings_at_s:
-                run = analyze_run(store, directory, None)
-                run.query_everything()
-                findings = find_all(run)
-                search_s = time.monotonic() - start_s
-                findings_at_s = start_s + max(FINDINGS_INTERVAL_S, search_s / MAX_FINDINGS_SHARE)
-        health = assess_health(reader, snapshot)
+        try:
+            with open_store(directory) as store:
+                run = RunAnalysis(store, ended=ended_processes(reader.activities()), caches=caches)
+                health = assess_health(reader, run)
+                if start_s >= findings_at_s:
+                    findings = find_all(run)
+                    search_s = time.monotonic() - start_s
+                    findings_at_s = start_s + max(FINDINGS_INTERVAL_S, search_s / MAX_FINDINGS_SHARE)
+        except (HistoryError, RunError):
+            run = RunAnalysis()
+            health = assess_health(reader, run)
         # The end is an event when its record is complete, or will never be.
         if health.end is None or is_over or is_unsupervised:
             is_over = is_over or health.end == LOST
             is_unrecorded = is_unsupervised and exit_info is None and not is_over
             elapsed_s, fields = (time.monotonic_ns() - run_info.start_ns) / SECOND, health.fields()
             all_findings = [*findings, UNSUPERVISED] if is_unrecorded else findings
-            notifications = find_notifications(snapshot, health, elapsed_s, all_findings, alive_s)
+            notifications = find_notifications(run, health, elapsed_s, all_findings, alive_s)
             commands.notify(event._replace(data={**event.data, "health": fields}) for event in notifications)
         next_check_s = start_s + (CHECK_INTERVAL_S if exit_info is None else WAIT_INTERVAL_S)
         while commands.is_busy if is_over else time.monotonic() < next_check_s:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
 from dpmon.run.lifecycle import has_succeeded
@@ -34,7 +34,7 @@ class Notification(NamedTuple):
 
 
 def find_notifications(
-    snapshot: RunSnapshot,
+    run: RunAnalysis,
     health: Health,
     elapsed_s: float,
     findings: Sequence[Finding] = (),
@@ -42,8 +42,8 @@ def find_notifications(
 ) -> Iterator[Notification]:
     """Yield every notification of the run so far, in order. `alive_s`: seconds between two `alive` events, if any."""
     yield Notification("dpmon.run.started", "", {"text": "the run began"}, 0.0)
-    last_stall = final_stall(snapshot.stalls, snapshot.newest_ns, has_succeeded(health.exit_info))
-    for stall in snapshot.stalls:
+    last_stall = final_stall(run.stalls, run.newest_ns, has_succeeded(health.exit_info))
+    for stall in run.stalls:
         key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
         yield Notification("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
         if stall.end_ns is not None and (health.end is None or stall is not last_stall):

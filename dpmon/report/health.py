@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, RunCaches, Selection
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.run.activities import startup_wait_reason
@@ -40,6 +41,7 @@ from dpmon.text.formatting import format_calls_so_far, format_count, format_long
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
+_Result = TypeVar("_Result")
 FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
 """States that are fine. A run that nobody records is not: whether it makes progress is unknown."""
 IS_FINE, NOT_TRAINING, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 5, 6, 124
@@ -132,24 +134,37 @@ def exit_sentence(exit_info: ExitInfo | None) -> str:
     return text if cause is None else f"{text}: {cause}"
 
 
+def read_run(
+    reader: RunReader,
+    read: Callable[[RunAnalysis], _Result],
+    selection: Selection = EVERYTHING,
+    caches: RunCaches | None = None,
+) -> _Result:
+    """Return what `read` returns for the run as of now; for a run without records if its history cannot be read."""
+    with suppress(HistoryError, RunError), open_store(reader.directory) as store:
+        return read(RunAnalysis(store, selection, ended_processes(reader.activities()), caches))
+    return read(RunAnalysis())
+
+
 def read_health(directory: Path) -> Health:
     """Return the health of the run in `directory` now."""
-    with suppress(HistoryError, RunError), open_store(directory) as store:
-        return health_from_store(directory, store)
-    return health_from_store(directory, None)
+    with closing(RunReader(directory)) as reader:
+        if reader.exit_info() is not None:  # the history cannot change the result
+            return assess_health(reader, RunAnalysis())
+        return read_run(reader, partial(assess_health, reader))
 
 
 def health_from_store(directory: Path, store: Store | None) -> Health:
     """Return the health of the run in `directory` now. `store`: its history; None if it cannot be read."""
     with closing(RunReader(directory)) as reader:
-        snapshot = RunSnapshot()
+        run = RunAnalysis()
         if store is not None and reader.exit_info() is None:  # else the history cannot change the result
-            snapshot = SnapshotBuilder().build(store, ended=ended_processes(reader.activities()))
-        return assess_health(reader, snapshot)
+            run = RunAnalysis(store, ended=ended_processes(reader.activities()))
+        return assess_health(reader, run)
 
 
-def assess_health(reader: RunReader, snapshot: RunSnapshot) -> Health:
-    """Return the health of a run; `snapshot`: its state according to its history."""
+def assess_health(reader: RunReader, run: RunAnalysis) -> Health:
+    """Return the health of a run; `run`: its state according to its history."""
     directory, run_info = reader.directory, reader.info
     word, exit_info = run_state(directory, run_info)
     if exit_info is not None or word == LOST:
@@ -165,10 +180,10 @@ def assess_health(reader: RunReader, snapshot: RunSnapshot) -> Health:
             reason = "its mirror has exited: what its nodes do is not known here, but they keep recording"
             remedy = "starts the mirror again"
         return Health(UNSUPERVISED, None, reason, f"dpmon attach {short_name(run_info)} {remedy}")
-    return assess_live_run(reader, snapshot, time.monotonic_ns() - run_info.start_ns)
+    return assess_live_run(reader, run, time.monotonic_ns() - run_info.start_ns)
 
 
-def assess_live_run(reader: RunReader, snapshot: RunSnapshot, now_ns: int) -> Health:
+def assess_live_run(reader: RunReader, run: RunAnalysis, now_ns: int) -> Health:
     """Return the health of a live run on this machine; `now_ns`: the time since its start."""
     start_ns, name = reader.info.start_ns, short_name(reader.info)
     activities = {
@@ -177,34 +192,34 @@ def assess_live_run(reader: RunReader, snapshot: RunSnapshot, now_ns: int) -> He
     }
     paused_ns = _ns_since_start(reader.pause_state().since_ns, start_ns)
     input_wait_ns = _ns_since_start(reader.input_wait_start_ns(), start_ns)
-    process = snapshot.representative
+    process = run.representative
     activity, since_ns = activities.get(-1 if process is None else process.process, ("", 0))
-    state = decide_state(snapshot.state_inputs(now_ns, activities, paused_ns, input_wait_ns))
+    state = decide_state(run.state_inputs(now_ns, activities, paused_ns, input_wait_ns))
     stage, reason, remedy = reader.startup_stage(), None, None
     if stage is not None and activity == "ended" and state.word in (QUIET, *FINE):
         _, stage_ns = stage
-        if stage_ns - start_ns > snapshot.newest_ns:
+        if stage_ns - start_ns > run.newest_ns:
             state = RunState(STARTING)  # the command starts another training
-    if state.word == STALLED and snapshot.current_stall is not None:
-        reason, remedy = snapshot.current_stall.text, f"dpmon why {name} shows the stacks"
+    if state.word == STALLED and run.current_stall is not None:
+        reason, remedy = run.current_stall.text, f"dpmon why {name} shows the stacks"
     elif state.word == STARTING:
         reason = startup_wait_reason(stage, now_ns) or None
     elif state.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
     elif state.word == QUIET:
-        reason, remedy = _quiet_reason(snapshot, activity), f"dpmon why {name} shows where it is"
+        reason, remedy = _quiet_reason(run, activity), f"dpmon why {name} shows where it is"
     elif state.word == WAITING_FOR_INPUT:
         remedy = f"dpmon attach {name}, then i"
     elif state.word in FINE[:3] and activity not in ("", "other", "ended") and now_ns - since_ns > QUIET_NS:
         reason = f"in {activity} for {format_long_duration(now_ns - since_ns)}"
-    if snapshot.open_calls and reason is None:
-        reason = format_calls_so_far(snapshot.open_calls)
+    if run.open_calls and reason is None:
+        reason = format_calls_so_far(run.open_calls)
     return Health(state.word, None if state.since_ns is None else state.since_ns / SECOND, reason, remedy)
 
 
-def _quiet_reason(snapshot: RunSnapshot, activity: str) -> str:
+def _quiet_reason(run: RunAnalysis, activity: str) -> str:
     """Return why no model is called any more. `activity`: that of the process that represents the run."""
-    step = 0 if snapshot.representative is None else snapshot.representative.step_number
+    step = 0 if run.representative is None else run.representative.step_number
     call_text = f"no call since step {format_count(step)}" if step else "no recent call"
     text = "the training process has ended" if activity == "ended" else "the script does something else"
     return f"{call_text}; {text}"

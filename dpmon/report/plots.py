@@ -41,7 +41,7 @@ def _time_span(run: RunAnalysis) -> TimeSpan:
     """Return the time from the first step to the end of the last step, stall or pause, with the marks of the screen."""
     last_ns = run.last_step_ns or 0
     until_ns = max(run.until_ns, last_ns)
-    marks = pause_marks(run.pauses[:_MAX_MARKS], until_ns)
+    marks = pause_marks(run.pause_list[:_MAX_MARKS], until_ns)
     for stall_start_ns, stall_end_ns in stall_spans(run.announced.stalls, until_ns):
         if stall_start_ns < stall_end_ns:
             marks.append(TimeMark(stall_start_ns, stall_end_ns, STALLED, STALLED))
@@ -116,12 +116,12 @@ def _step_time_plot(run: RunAnalysis) -> Plot | None:
 
 def _loss_plot(run: RunAnalysis) -> Plot | None:
     series = []
-    for index, curve in enumerate(run.losses):
+    for index, curve in enumerate(run.whole_losses):
         points = [(p.second, p.second, round(p.mean, 6)) for p in curve.points if p.mean is not None]
         series.append(PlotSeries(curve.place, _LINE_COLORS[index % len(_LINE_COLORS)], points, "line"))
     if not any(len(curve_series.points) >= 2 for curve_series in series):
         return None
-    first_curve, *_ = run.losses
+    first_curve, *_ = run.whole_losses
     width = f", means over {first_curve.point_s} s" if first_curve.point_s > 1 else ""
     note = f"at most one value per second{width}{sentences.rank_suffix_of_run(run)}"
     return Plot("loss", "Loss", note, series, "loss")
@@ -165,8 +165,8 @@ def _parts_plot(run: RunAnalysis) -> Plot | None:
 
 def _rank_wait_plot(run: RunAnalysis) -> Plot | None:
     """Return a plot with a row for each rank: how long the others waited for it."""
-    width, shares = run.rank_waits
-    rows_by_rank = {row.rank: row for row in run.ranks if row.rank is not None and shares.get(row.rank)}
+    width, shares = run.whole_rank_waits
+    rows_by_rank = {row.rank: row for row in run.rank_summaries if row.rank is not None and shares.get(row.rank)}
     slowest_rows = slowest_first([*rows_by_rank.values()], _MAX_RANKS)
     ranks = [row.rank for row in slowest_rows if row.rank is not None]
     cells_by_rank = ((rank, _merge_equal_shares(shares[rank], width)) for rank in ranks[:_MAX_RANKS])
@@ -198,7 +198,7 @@ def _device_plot(run: RunAnalysis, quantity: Literal["use", "memory"]) -> Plot |
     is_use = quantity == "use"
     scale = 1 if is_use else 1 << 30
     series = []
-    for index, device in enumerate((run.devices or run.samples.hosts)[:_MAX_DEVICES]):
+    for index, device in enumerate((run.device_usage or run.samples.hosts)[:_MAX_DEVICES]):
         points = []
         for time_ns, utilization, memory in device.points():
             value, second = utilization if is_use else memory, _to_seconds(time_ns)
@@ -209,7 +209,7 @@ def _device_plot(run: RunAnalysis, quantity: Literal["use", "memory"]) -> Plot |
             series.append(PlotSeries(name, _LINE_COLORS[index % len(_LINE_COLORS)], points, "line"))
     if not series:
         return None
-    owner = "the devices" if run.devices else "the host (there is no GPU)"
+    owner = "the devices" if run.device_usage else "the host (there is no GPU)"
     if is_use:
         return Plot(quantity, "Utilization", f"of {owner}", series, "%", axis_end=100.0)
     return Plot(quantity, "Memory in use", f"of {owner}, other programs included", series, "GiB")

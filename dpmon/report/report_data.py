@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_snapshot import DEFAULT_REQUEST, SnapshotRequest
+from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, Selection
 from dpmon.report.health import Health, read_health
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
@@ -50,8 +49,12 @@ class ReportData:
         return self.health.end is not None
 
 
-def collect_report_data(directory: Path) -> ReportData:
-    """Return the data of the run in `directory`, so far. Raises RunError if it is no run, HistoryError if damaged."""
+@contextmanager
+def open_report_data(directory: Path) -> Iterator[ReportData]:
+    """Open the data of the run in `directory`, so far: facts are read when a report needs them.
+
+    Raises RunError if it is no run, HistoryError if it is damaged.
+    """
     run_info, health, stop_requested = load_info(directory), read_health(directory), stop_requested_unix(directory)
     exit_info, failure, output_tail = health.exit_info, None, b""
     if health.end == "failed" and exit_info is not None:
@@ -66,19 +69,25 @@ def collect_report_data(directory: Path) -> ReportData:
             death=None if failure is None or failure.rank_exit is None else failure.rank_exit.text,
             raised=None if exception is None else exception.sentence(run_info.cwd),
         )
-        run.query_everything()
-        findings = find_all(run)
-    warnings, untraced_reason = list(dict.fromkeys(warning.text for warning in run.announced.warnings)), None
-    if not run.steps and not run.calls:
-        untraced_reason = nothing_traced_reason(directory, run_info, exit_info, run.announced.reasons)
-        if not untraced_reason:
-            untraced_reason = f"the command {'has not started yet' if exit_info is None else 'was not started'}"
-    if exit_info is not None and exit_info.status:
-        with suppress(OSError):
-            output_tail = read_tail(RunReader(directory).output_paths[-1], READ_BYTES)
-    last_lines = _last_output_lines(output_tail, exception, run_info.command_pid)
-    outcome = health.sentence(time.time() - run_info.started_unix)
-    return ReportData(str(directory), run_info, health, outcome, run, findings, warnings, untraced_reason, last_lines)
+        warnings, untraced_reason = list(dict.fromkeys(warning.text for warning in run.announced.warnings)), None
+        if not run.steps and not run.calls:
+            untraced_reason = nothing_traced_reason(directory, run_info, exit_info, run.announced.reasons)
+            if not untraced_reason:
+                untraced_reason = f"the command {'has not started yet' if exit_info is None else 'was not started'}"
+        if exit_info is not None and exit_info.status:
+            with suppress(OSError):
+                output_tail = read_tail(RunReader(directory).output_paths[-1], READ_BYTES)
+        yield ReportData(
+            str(directory),
+            run_info,
+            health,
+            health.sentence(time.time() - run_info.started_unix),
+            run,
+            find_all(run),
+            warnings,
+            untraced_reason,
+            _last_output_lines(output_tail, exception, run_info.command_pid),
+        )
 
 
 def analyze_run(
@@ -88,17 +97,17 @@ def analyze_run(
     stop_requested_ns: int | None = None,
     death: str | None = None,
     raised: str | None = None,
-    request: SnapshotRequest = DEFAULT_REQUEST,
+    selection: Selection = EVERYTHING,
 ) -> RunAnalysis:
     """Return the analysis of the run in `directory`. `exit_info`: how it ended; None while it runs, or if unknown.
 
-    `request`: for its state.
+    `selection`: for its state.
     """
     with closing(RunReader(directory)) as reader:
         ended = ended_processes(reader.activities())
     end_ns = None if exit_info is None or exit_info.by != "supervisor" else int(exit_info.seconds * 1e9)
     return RunAnalysis(
-        store, ended, end_ns, request=request, stop_asked_ns=stop_requested_ns, death=death, raised=raised
+        store, selection, ended, end_ns=end_ns, stop_asked_ns=stop_requested_ns, death=death, raised=raised
     )
 
 

@@ -59,7 +59,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "replicas": [tables.REPLICAS.as_json(replica) for replica in run.replicas],
         "sizes": _size_members(run),
         "ranks": _rank_members(run),
-        "communication": communication_fields(run.communication),
+        "communication": communication_fields(run.whole_communication),
         "losses": [
             {
                 **loss_fields(curve),
@@ -67,11 +67,11 @@ def report_as_json(report: ReportData) -> dict[str, object]:
                 "width_s": curve.point_s,
                 "points": [{"t_s": point.second, **fields_of(point, *LossBin._fields[1:])} for point in curve.points],
             }
-            for curve in run.losses
+            for curve in run.whole_losses
         ],
         "stages": [tables.STAGES.as_json(stage) for stage in run.stages],
-        "devices": [tables.DEVICES.as_json(device) for device in run.devices],
-        "host": _host_members(run.samples.hosts, run.host),
+        "devices": [tables.DEVICES.as_json(device) for device in run.device_usage],
+        "host": _host_members(run.samples.hosts, run.host_usage),
         "memory": [
             {
                 **tables.MEMORY.as_json(memory),
@@ -80,7 +80,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
                     name: reason for name, reason in memory.absent.items() if getattr(memory, name[:-6], None) is None
                 },
             }
-            for memory in run.memory
+            for memory in run.device_memory
         ],
         "compared": _mode_comparison_members(run),
         "mode_changes": [
@@ -96,7 +96,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
                 **fields_of(pause, "process", "step", "took_ns", "on", "reason", "refused"),
                 "t_s": pause.start_ns / 1e9,
             }
-            for pause in run.pauses
+            for pause in run.pause_list
         ],
         "inputs": [
             {"process": process, "t_s": start_ns / 1e9, "seconds": (end_ns - start_ns) / 1e9}
@@ -136,7 +136,7 @@ def _elapsed_members(run: RunAnalysis) -> dict[str, object]:
 
 def _size_members(run: RunAnalysis) -> list[dict[str, object]]:
     """Return the inputs and outputs of each replica by their number of calls; empty if the ranks have them."""
-    if len(run.processes) > 1 and run.layouts.have_only_ranks():
+    if len(run.process_numbers) > 1 and run.layouts.have_only_ranks():
         return []
     return [
         {
@@ -154,7 +154,8 @@ def _size_members(run: RunAnalysis) -> list[dict[str, object]]:
 
 def _rank_members(run: RunAnalysis) -> list[dict[str, object]]:
     return [
-        {**tables.RANKS.as_json(rank), **rate_to_json(rank.rate), **rank_time_members(rank.times)} for rank in run.ranks
+        {**tables.RANKS.as_json(rank), **rate_to_json(rank.rate), **rank_time_members(rank.times)}
+        for rank in run.rank_summaries
     ]
 
 

@@ -158,13 +158,13 @@ def _epoch_parts(run: RunAnalysis) -> list[Part]:
 
 def _loss_parts(run: RunAnalysis) -> list[Part]:
     """Return a table with a row for each line that calls backward: its first, lowest and last loss."""
-    notes = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
-    if run.losses:
-        rank_text = process_suffix(run.losses[0].process, run)
+    notes = [f"{curve.place}: {curve.why}" for curve in run.whole_losses if curve.why is not None]
+    if run.whole_losses:
+        rank_text = process_suffix(run.whole_losses[0].process, run)
         sampling = f"losses{rank_text}, sampled: at most one per second, and the last"
         passes_text = "the backward passes of an update are added up; of those inside optimizer.step, the first counts"
         notes[:0] = [f"{sampling}; smoothed: the median of the newest nine", passes_text]
-    return [*_table(tables.LOSSES, run.losses), *_paragraphs(notes, is_note=True)]
+    return [*_table(tables.LOSSES, run.whole_losses), *_paragraphs(notes, is_note=True)]
 
 
 def _phase_parts(run: RunAnalysis, stats: ModeStats) -> list[Part]:
@@ -181,7 +181,7 @@ def _phase_parts(run: RunAnalysis, stats: ModeStats) -> list[Part]:
 
 def _replica_tables(run: RunAnalysis) -> list[Table]:
     """Return a table with a row per replica, mode and kind of call; empty if the table of ranks has all calls."""
-    if len(run.processes) > 1 and run.layouts.have_only_ranks():
+    if len(run.process_numbers) > 1 and run.layouts.have_only_ranks():
         return []
     replicas = [replica for replica in run.replicas_by_kind if replica.calls]
     words = {**run.store.kind_words, run.layouts.main_kind: ""}
@@ -204,7 +204,7 @@ def _rank_tables(run: RunAnalysis) -> list[Table]:
     each rank.
     """
     groups: dict[tuple[object, ...], list[RankSummary]] = {}
-    for rank in slowest_first(run.ranks, MAX_ROWS):
+    for rank in slowest_first(run.rank_summaries, MAX_ROWS):
         own_row = None if rank.times is not None and rank.times.joined else rank.process
         groups.setdefault((rank.device, rank.steps, rank.calls, rank.flow, own_row), []).append(rank)
     first_ranks = [ranks[0] for ranks in groups.values()]
@@ -214,15 +214,17 @@ def _rank_tables(run: RunAnalysis) -> list[Table]:
 
 def _rank_time_tables(run: RunAnalysis) -> list[Table]:
     """Return a table of the parts of each rank's mean step, if any rank's wait is known."""
-    ranks = [rank for rank in slowest_first(run.ranks, MAX_ROWS) if rank.times is not None and rank.times.joined]
-    unit = "step" if run.communication is None else run.communication.unit
+    ranks = [
+        rank for rank in slowest_first(run.rank_summaries, MAX_ROWS) if rank.times is not None and rank.times.joined
+    ]
+    unit = "step" if run.whole_communication is None else run.whole_communication.unit
     times = [rank.times for rank in ranks if rank.times is not None]
     return _table(tables.RANK_TIMES, times, [rank.label for rank in ranks], f"mean per {unit}")
 
 
 def _communication_tables(run: RunAnalysis) -> list[Table]:
     """Return the communication of the ranks, and the straggler."""
-    communication = run.communication
+    communication = run.whole_communication
     if communication is None:
         return []
     straggler = communication.straggler
@@ -236,8 +238,8 @@ def _communication_tables(run: RunAnalysis) -> list[Table]:
 
 def _device_parts(run: RunAnalysis) -> list[Part]:
     """Return a table of the GPUs and the host (of several nodes, of each), and why there is no GPU."""
-    devices, parts = [*run.devices, *run.samples.hosts], list[Part]()
-    if not run.devices:
+    devices, parts = [*run.device_usage, *run.samples.hosts], list[Part]()
+    if not run.device_usage:
         parts.append(Paragraph(f"no GPU: {run.samples.gpu_absent}" if run.samples.gpu_absent else "no GPU was seen"))
     labels = []
     for device in devices:
@@ -258,10 +260,10 @@ def _memory_parts(run: RunAnalysis) -> list[Part]:
     """Return a table of the memory of each device by owner, and the reasons for unknown values."""
     notes = [
         f"{names} of {memory.device}: {reason}"
-        for memory in run.memory[:MAX_ROWS]
+        for memory in run.device_memory[:MAX_ROWS]
         for names, reason in missing_value_reasons(memory)
     ]
-    return [*_table(tables.MEMORY, run.memory), *_paragraphs(notes, is_note=True)]
+    return [*_table(tables.MEMORY, run.device_memory), *_paragraphs(notes, is_note=True)]
 
 
 def _event_table(rows: Sequence[tuple[int | None, int | None, str, str]], prefix: str, what: str) -> list[Table]:
@@ -290,7 +292,7 @@ def _pause_tables(report: ReportData) -> list[Table]:
     run = report.run
     rows = [
         (pause.start_ns, pause.step, process_suffix(pause.process, run), _pause_duration_text(pause, report.has_ended))
-        for pause in run.pauses
+        for pause in run.pause_list
     ]
     return _event_table(rows, "after ", "duration")
 

@@ -99,7 +99,7 @@ def stall_sentences(run: RunAnalysis, exit_info: ExitInfo | None, *, has_ended: 
 
 def processes_and_modes(run: RunAnalysis) -> str:
     """Return the number of processes, steps and calls, steps by mode, and the initial mode with its reason."""
-    process_count = len(run.processes) or (len(run.announced.info) if run.open_calls else 0)
+    process_count = len(run.process_numbers) or (len(run.announced.info) if run.open_calls else 0)
     modes: Counter[str] = Counter()
     for stats in run.modes:
         name = RANK_MODES[stats.distributed] if stats.distributed else stats.mode
@@ -190,7 +190,7 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in ns_by_activity.items() if ns >= _MIN_SHOWN_NS]
     if not parts:
         return []
-    rank_count = len({run.rank(process) for process in run.processes} - {None})
+    rank_count = len({run.rank(process) for process in run.process_numbers} - {None})
     mean_text = f"; mean of {rank_count:,} ranks" if rank_count > 1 else ""
     lines = [f"elapsed {format_long_duration(sum(ns_by_activity.values()))}{mean_text}: {', '.join(parts)}"]
     gaps = run.gaps[:_MAX_GAPS]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 
-from dpmon.model.run_snapshot import PHASES
+from dpmon.model.run_process import PHASES
 from dpmon.model.step_history import Column
 from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
 from dpmon.ui.terminal_style import LETTERS, TerminalStyle

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.rank_stats import MAX_LEAST_WAITING
+from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, RunCaches, Selection, toggle_refusal
 from dpmon.model.run_events import WarningRecord
-from dpmon.model.run_snapshot import MAX_FULLY_READ, RunSnapshot, SnapshotRequest, toggle_refusal
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.lifecycle import has_live_supervisor
@@ -25,7 +25,6 @@ from dpmon.ui.time_cursor import TimeCursor
 if TYPE_CHECKING:
     from dpmon.model.findings.finding import Finding
     from dpmon.model.slow_steps import SlowSteps
-    from dpmon.model.snapshot_builder import SnapshotBuilder
     from dpmon.run.run_directory import ExitInfo, RunInfo
     from dpmon.store.store_queries import Store
 
@@ -39,10 +38,6 @@ _SLOW_READ_S, _REST_RATIO = 0.1, 10
 times the CPU time of the read, so that keys are still handled."""
 _MIN_INTERVAL_OF_MANY_S = 1.5
 """The state of many processes is read at most once in this time."""
-_SPARE_RANKS = 4
-"""Ranks read beyond the visible ones, so that the user can scroll before more are read."""
-_LONGEST_STEP_COUNT = 8
-"""Number of the longest steps that a picture can show."""
 _MAX_RECORD_DELAY_NS = 2 * SECOND
 """A step's records are usually written within this time after its end."""
 
@@ -52,8 +47,6 @@ _MAX_CLOCK_DIFFERENCE_NS = SECOND
 
 class LiveRun:
     """One run as of the time of `cursor`. `start` calls `open_reader`, so that the first frame waits for no file."""
-
-    _snapshot_builder: SnapshotBuilder
 
     def __init__(
         self,
@@ -66,8 +59,8 @@ class LiveRun:
         self.directory = directory
         self.cursor = TimeCursor()
         self._last_clock_ns = clock()
-        self.state = RunSnapshot()
-        """The state of the run at the time of the cursor."""
+        self.state = RunAnalysis()
+        """The state of the run at the time of the cursor. Its facts are queried when a picture needs them."""
         self._state_ns: int | None = None
         """The time of `state`; None for the present."""
         self.output = OutputView()
@@ -75,11 +68,17 @@ class LiveRun:
         self._open_store = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._request = SnapshotRequest(slowest=_LONGEST_STEP_COUNT, worst=MAX_LEAST_WAITING)
+        self._caches = RunCaches()
+        self._history = ExitStack()
+        """Closes the records that `state` reads."""
+        self._store: Store | None = None
+        self._drawn_state = self.state
+        """The state of the last picture."""
+        self._read_start: tuple[float, float] | None = None
+        """When the reading of a state began that was not drawn yet, and the CPU time then (s)."""
+        self._selection = EVERYTHING
         self.exit_info: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
-        self.shows_rank_waits = False
-        """Whether the screen has room for the ranks over time."""
         self.findings: Sequence[Finding] | None = None
         """The findings of the finished run; None while they are not known."""
         self._is_command_alive: bool | None = None
@@ -89,23 +88,18 @@ class LiveRun:
         """Whether the command is gone and its supervisor has not recorded its exit yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity when last polled, and its start (ns since the run's start; 0 if unknown)."""
-        self._rank_limit = self._request.ranks
-        """Number of ranks that fit on the screen."""
         self._mode_request: ModeRequest | None = None
         self._rest_end_s = 0.0
         self._present_screen = ScreenData(self.state, 0)
         """The last picture of the present: the one that a freeze keeps."""
         self._frozen_state = self.state
-        """The state at the time of the freeze, read for `_frozen_request`."""
-        self._frozen_request: SnapshotRequest | None = None
+        """The state at the time of the freeze, for `_frozen_selection`."""
+        self._frozen_selection: Selection | None = None
         self._has_final_state = False
         """Whether `state` has all that will ever be recorded."""
 
     def start(self) -> None:
         """Open the run; one that has ended is played back. Raises the reader's error if the directory is not a run."""
-        from dpmon.model.snapshot_builder import SnapshotBuilder
-
-        self._snapshot_builder = SnapshotBuilder()
         self._reader = self._open_reader()
         has_ended = self._reader.exit_info() is not None
         self.cursor = TimeCursor(is_playback=has_ended, has_ended=has_ended)
@@ -116,6 +110,7 @@ class LiveRun:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        self._history.close()
         for tail in self.output.tails:
             tail.close()
 
@@ -165,58 +160,93 @@ class LiveRun:
             self._end_ns = max(duration_ns, self._read(None, newest_record_ns) or 0, 1)
         self.move_cursor(lambda cursor: cursor)
         if self.cursor.time_ns is None:
-            self._refresh_snapshot(reader)
-            self._update_mode_request(reader)
+            try:
+                self._refresh_state(reader)
+                self._update_mode_request(reader)
+            except HistoryError as error:
+                self.note_unreadable(error)
 
-    def _refresh_snapshot(self, reader: RunReader) -> None:
-        """Read a new snapshot, until all is recorded; keep the old one if reading fails.
+    def _refresh_state(self, reader: RunReader) -> None:
+        """Open the records again, until all is recorded; keep the old state if they cannot be read.
 
-        The activities of many processes are read together with their snapshot.
+        The activities of many processes are read together with their state.
         """
-        request = self._request._replace(over=self.is_over, ranks=self._rank_limit)
-        start_s, cpu_s = time.perf_counter(), time.thread_time()
-        is_resting = request == self._request and start_s < self._rest_end_s
-        if not is_resting or len(self.state.processes) <= MAX_FULLY_READ:
+        selection = self._selection._replace(over=self.is_over)
+        is_resting = selection == self._selection and time.perf_counter() < self._rest_end_s
+        if not is_resting or not self.state.has_many:
             self._activities = {
                 process_index: (activity, self._time_of_run(start_ns) or 0)
                 for process_index, (activity, start_ns) in reader.activities().items()
             }
-        if is_resting or (request == self._request and self._has_final_state):
+        if is_resting or (selection == self._selection and self._has_final_state):
             return
-        self._request = request
+        self._selection = selection
         self._has_final_state = self.exit_info is not None and self.exit_info.drained
-        self.state = self._build_snapshot(request, None, ended_processes(self._activities)) or self.state
-        self._rest_after_read(start_s, time.thread_time() - cpu_s)
-        if len(self.state.processes) > MAX_FULLY_READ:
-            self._rest_end_s = max(self._rest_end_s, start_s + _MIN_INTERVAL_OF_MANY_S)
+        self.state = self._open_state(selection, None, ended_processes(self._activities)) or self.state
 
-    def _rest_after_read(self, start_s: float, cpu_s: float) -> None:
-        """Let the next read wait if this one, which began at `start_s`, was slow."""
-        end_s = time.perf_counter()
+    def _open_state(
+        self, selection: Selection, time_ns: int | None, ended: frozenset[int] = frozenset()
+    ) -> RunAnalysis | None:
+        """Open the records and return the state as of a time; None if they cannot be read.
+
+        While the screen is frozen, the records stay open: those of the time before the freeze are complete.
+        """
+        from dpmon.run.run_directory import RunError
+
+        self._read_start = time.perf_counter(), time.thread_time()
+        if self._store is None or self.cursor.frozen_ns is None:
+            self._history.close()
+            self._store = None
+            try:
+                with suppress(RunError):
+                    self._store = self._history.enter_context(self._open_records())
+            except HistoryError as error:
+                self._warn(error)
+        if self._store is None:
+            return None
+        return RunAnalysis(self._store.as_of(time_ns), selection, ended, self._caches)
+
+    def note_unreadable(self, error: HistoryError) -> None:
+        """Go back to the state of the last picture, and if that cannot be drawn either, to none; warn of the error."""
+        self.state, self._drawn_state = self._drawn_state, RunAnalysis()
+        self._warn(error)
+
+    def _warn(self, error: HistoryError) -> None:
+        warning = WarningRecord(None, self.now_ns(), str(error))
+        self.state = self.state.with_facts(warnings=(warning,), warning_count=1)
+
+    def finish_drawing(self) -> None:
+        """Let the supervisor write: end the read of the records. If it was slow, let the next one wait."""
+        self._drawn_state = self.state
+        if self._store is not None:
+            self._store.connection.refresh()
+        if self._read_start is None:
+            return
+        start_s, start_cpu_s = self._read_start
+        self._read_start = None
+        end_s, cpu_s = time.perf_counter(), time.thread_time() - start_cpu_s
         read_s = end_s - start_s
         self._rest_end_s = end_s + (max(_REST_RATIO * cpu_s, read_s) if read_s > _SLOW_READ_S else 0.0)
+        if self.state.has_many and self.cursor.time_ns is None:
+            self._rest_end_s = max(self._rest_end_s, start_s + _MIN_INTERVAL_OF_MANY_S)
 
-    def _build_snapshot(
-        self, request: SnapshotRequest, time_ns: int | None, ended: frozenset[int] = frozenset()
-    ) -> RunSnapshot | None:
-        return self._read(time_ns, lambda store: self._snapshot_builder.build(store, request, ended))
+    def _open_records(self) -> AbstractContextManager[Store]:
+        from dpmon.store.store_opening import open_store
+
+        return open_store(self.directory) if self._open_store is None else self._open_store()
 
     def _read(self, time_ns: int | None, read: Callable[[Store], _Result]) -> _Result | None:
         """Return the result of `read`, called with the records as of a time; None if they cannot be read.
 
         The state then has a warning with the reason.
         """
-        from dpmon.errors import HistoryError
         from dpmon.run.run_directory import RunError
-        from dpmon.store.store_opening import open_store
 
-        store_context = open_store(self.directory) if self._open_store is None else self._open_store()
         try:
-            with suppress(RunError), store_context as store:
+            with suppress(RunError), self._open_records() as store:
                 return read(store.as_of(time_ns))
         except HistoryError as error:
-            warning = WarningRecord(None, self.now_ns(), str(error))
-            self.state = self.state.with_facts(warnings=(warning,), warning_count=1)
+            self._warn(error)
         return None
 
     # ------------------------------------------------------------------------------------------ asking
@@ -336,19 +366,19 @@ class LiveRun:
         if reader is None:
             is_reading = any(self.directory.glob("process-*.ring"))
             return ScreenData(self.state, 0, view=view, is_reading=is_reading)
-        request = self._snapshot_request(view)
-        if request.node != self._request.node and not self.is_over:
-            self._request_records(reader, request.node)
-        self._read_state(reader, request)
+        selection = self._select(view)
+        if selection.node != self._selection.node and not self.is_over:
+            self._request_records(reader, selection.node)
+        self._read_state(reader, selection)
         self._update_cursor_limits()
         cursor, pause_state = self.cursor, self.pause_state()
         if cursor.time_ns is None:
-            self._present_screen, self._frozen_request = self._read_present(reader, pause_state), None
+            self._present_screen, self._frozen_selection = self._read_present(reader, pause_state), None
         is_present = cursor.time_ns is None or cursor.is_frozen
         screen = self._present_screen if is_present else self._read_past(reader, pause_state)
         state, later_state = self.state, None
         if cursor.is_looking_back:
-            later_state = self._read_frozen_state(request)
+            later_state = self._read_frozen_state(selection)
             state = state.with_histories(later_state)
         return replace(
             screen,
@@ -376,40 +406,38 @@ class LiveRun:
             may_be_behind = newest_ns >= 0 and present_ns - newest_ns < _MAX_RECORD_DELAY_NS
             self.cursor = replace(self.cursor, recorded_ns=newest_ns if may_be_behind else present_ns)
 
-    def _read_state(self, reader: RunReader, request: SnapshotRequest) -> None:
-        """Read the state at the time of the cursor, unless it was read for this request."""
+    def _read_state(self, reader: RunReader, selection: Selection) -> None:
+        """Open the state at the time of the cursor, unless it was opened for this selection."""
         time_ns = self.cursor.time_ns
-        if (request, time_ns) == (self._request, self._state_ns):
+        if (selection, time_ns) == (self._selection, self._state_ns):
             return
-        if self._is_resting_playback(request):
+        if self._is_resting_playback(selection):
             return
-        self._request, self._state_ns = request, time_ns
+        self._selection, self._state_ns = selection, time_ns
         if time_ns is None:
             self._rest_end_s, self._has_final_state = 0.0, False
-            self._refresh_snapshot(reader)
+            self._refresh_state(reader)
         elif self.cursor.is_frozen:
-            self.state = self._read_frozen_state(request)
+            self.state = self._read_frozen_state(selection)
         else:
-            start_s, cpu_s = time.perf_counter(), time.thread_time()
-            self.state = self._build_snapshot(request, time_ns) or self.state
-            self._rest_after_read(start_s, time.thread_time() - cpu_s)
+            self.state = self._open_state(selection, time_ns) or self.state
 
-    def _is_resting_playback(self, request: SnapshotRequest) -> bool:
+    def _is_resting_playback(self, selection: Selection) -> bool:
         """Return whether a playback of many processes goes on with an earlier picture: reading this one takes long."""
-        if len(self.state.processes) <= MAX_FULLY_READ or not self.cursor.is_playing or request != self._request:
+        if not self.cursor.is_playing or selection != self._selection or not self.state.has_many:
             return False
         is_earlier = self._state_ns is not None and self._state_ns <= self.cursor.position_ns
         return is_earlier and time.perf_counter() < self._rest_end_s
 
-    def _read_frozen_state(self, request: SnapshotRequest) -> RunSnapshot:
-        """Return the state when the picture was frozen, read for this request.
+    def _read_frozen_state(self, selection: Selection) -> RunAnalysis:
+        """Return the state when the picture was frozen, for this selection.
 
         The first picture after the freeze is read, too: so all frozen ones have values of the same time.
         """
-        if self._frozen_request != request:
+        if self._frozen_selection != selection:
             present_state = self._present_screen.state
-            built = self._build_snapshot(request, self.cursor.frozen_ns, present_state.ended)
-            self._frozen_request, self._frozen_state = request, built or present_state
+            opened = self._open_state(selection, self.cursor.frozen_ns, present_state.ended)
+            self._frozen_selection, self._frozen_state = selection, opened or present_state
         return self._frozen_state
 
     def _read_present(self, reader: RunReader, pause_state: PauseState) -> ScreenData:
@@ -459,33 +487,19 @@ class LiveRun:
                 ]
             )
 
-    def _snapshot_request(self, view: View) -> SnapshotRequest:
-        """Return the request for the data that a view needs."""
-        lists_ranks = view.zoom == "replicas"
-        return self._request._replace(
-            span_s=view.range_s,
-            first_rank=view.first_rows.get("replicas", 0) // _SPARE_RANKS * _SPARE_RANKS,
-            ranks=max(self._rank_limit, self._request.ranks),
-            over=self.is_over and self.cursor.time_ns is None,
-            process=view.process_index,
-            node=view.node_number,
-            listed=lists_ranks,
-            waits=self.shows_rank_waits or lists_ranks,
-        )
-
-    def set_visible_ranks(self, rank_count: int) -> bool:
-        """Set how many ranks fit on the screen. Return whether the snapshot lacks some of them."""
-        self._rank_limit = rank_count + _SPARE_RANKS
-        return self._rank_limit > self._request.ranks
+    def _select(self, view: View) -> Selection:
+        """Return what of the run a view shows."""
+        is_over = self.is_over and self.cursor.time_ns is None
+        return Selection(view.range_s, is_over, view.process_index, view.node_number)
 
     def slow_steps(self, screen: ScreenData, limit: int) -> SlowSteps | None:
         """Return the longest steps of the time range and the mode on the screen; None if the records cannot be read.
 
         Unlike a snapshot, this has no limits of a screen: it may take a second.
         """
-        request = self._snapshot_request(screen.view)
+        selection = self._select(screen.view)
 
         def read(store: Store) -> SlowSteps:
-            return RunSnapshot(store, request, screen.state.ended).read_slow_steps(limit)
+            return RunAnalysis(store, selection, screen.state.ended).read_slow_steps(limit)
 
         return self._read(screen.cursor.time_ns, read)

@@ -19,6 +19,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 from textual.timer import Timer
 
+from dpmon.errors import HistoryError
 from dpmon.model.nodes import find_rank
 from dpmon.record.schema import SECOND
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
@@ -38,10 +39,7 @@ from dpmon.ui.run_stopper import RunStopper
 from dpmon.ui.scenes import choose_scene
 from dpmon.ui.screen_data import PANELS, ScreenData, View
 from dpmon.ui.screen_painter import (
-    TALL_SCREEN_ROWS,
-    has_room_for_rank_history,
     max_scroll,
-    max_visible_ranks,
     paint_screen,
     panel_slots,
 )
@@ -55,6 +53,8 @@ from dpmon.ui.why_dialog import REQUEST_INTERVAL_S, WhyDialog
 
 _REPAINT_S = 60.0
 _MAX_LISTED_STEPS = 50
+_DRAWING_TRIES = 3
+"""If the history cannot be read, the last picture is drawn again, and if that fails, one without the history."""
 
 
 class Monitor(App[str]):
@@ -188,9 +188,10 @@ class Monitor(App[str]):
             self.set_view(replace(self.view, range_s=0, message=None))
 
         def find() -> str | None:
-            from dpmon.report.report_data import collect_report_data
+            from dpmon.report.report_data import open_report_data
 
-            self.live_run.findings = collect_report_data(self.live_run.directory).findings
+            with open_report_data(self.live_run.directory) as report:
+                self.live_run.findings = report.findings
             return None
 
         self._run_in_thread(find, lambda problem: self.draw())
@@ -242,15 +243,17 @@ class Monitor(App[str]):
         width, height = self.size
         if not width or not height:
             return
+        for _ in range(_DRAWING_TRIES):
+            try:
+                self._draw_panels(width, height)
+                break
+            except HistoryError as error:
+                self.live_run.note_unreadable(error)
+        self.live_run.finish_drawing()
+
+    def _draw_panels(self, width: int, height: int) -> None:
         data = self.data_to_draw()
         slots = panel_slots(data, width, height)
-        shows_rank_waits = height >= TALL_SCREEN_ROWS or has_room_for_rank_history(data, slots)
-        lacks_rank_waits, self.live_run.shows_rank_waits = (
-            shows_rank_waits and not self.live_run.shows_rank_waits,
-            shows_rank_waits,
-        )
-        if self.live_run.set_visible_ranks(max_visible_ranks(data, slots)) or lacks_rank_waits:
-            data = self.data_to_draw()
         self._move_hidden_focus(data, slots)
         if data.view.focus != self.view.focus:
             data = self.data_to_draw()

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall, final_stall
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ModeChange
-from dpmon.model.run_snapshot import Process, RunSnapshot
+from dpmon.model.run_process import Process
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import RANK_MODES
@@ -93,7 +94,7 @@ class View:
 class ScreenData:
     """One instant of a run. Times are ns since the run's start."""
 
-    state: RunSnapshot
+    state: RunAnalysis
     now_ns: int
     run_info: RunInfo | None = None
     """The contents of run.json; None before the run is opened."""
@@ -123,7 +124,7 @@ class ScreenData:
     """Whether there are records, and none was read yet."""
     cursor: TimeCursor = field(default_factory=TimeCursor)
     """The time that the screen shows, and how it came there."""
-    history_state: RunSnapshot | None = None
+    history_state: RunAnalysis | None = None
     """While the user looks back, the state when the picture was frozen: the histories go until then. Else None."""
     findings: Sequence[Finding] | None = None
     """Findings of a finished run, the most important first; None while they are not known."""
@@ -213,12 +214,12 @@ class ScreenData:
         return self.now_ns if self.exit_info is None else int(self.exit_info.seconds * 1e9)
 
 
-def last_mode_reply(state: RunSnapshot) -> ModeChange | None:
+def last_mode_reply(state: RunAnalysis) -> ModeChange | None:
     """Return the newest reply to a request of a mode by a user; None if there was none."""
     return next((change for change in reversed(state.mode_changes) if change.requested_by == "user"), None)
 
 
-def all_finished(state: RunSnapshot, activities: Mapping[int, tuple[str, int]]) -> bool:
+def all_finished(state: RunAnalysis, activities: Mapping[int, tuple[str, int]]) -> bool:
     """Return whether every process that has trained reports that it is finished."""
     has_trained = False
     for process_index, process in state.processes.items():  # usually, the first one is active

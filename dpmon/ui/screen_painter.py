@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dpmon.model.run_snapshot import MAX_RANKS
 from dpmon.text.cells import wrap_text
 from dpmon.ui.footer import render_footer, render_timeline
 from dpmon.ui.panel_layout import MAIN_PANEL_SHARE, MIN_HEIGHT, MIN_WIDTH, Slot, place_panels
@@ -92,19 +91,6 @@ def paint_panel(panel: str, screen: ScreenData, output: OutputView, slot: Slot, 
         first_row=screen.view.first_rows.get(panel, 0),
         pinned_rows=_pinned_row_count(panel, screen),
     )
-
-
-def max_visible_ranks(screen: ScreenData, slots: Mapping[str, Slot]) -> int:
-    """Return the largest number of ranks that a frame can show in these slots."""
-    table_rows = slots["replicas"].height if "replicas" in slots and panel_ranks.is_shown(screen) else 0
-    last_step_rows = slots["batch"].height - panel_batch.ROWS_WITHOUT_RANKS if "batch" in slots else 0
-    return min(max(table_rows, last_step_rows), MAX_RANKS)
-
-
-def has_room_for_rank_history(screen: ScreenData, slots: Mapping[str, Slot]) -> bool:
-    """Return whether panel 2 has room in these slots for slow ranks over time, although the screen is not tall."""
-    slot = slots.get("replicas")
-    return slot is not None and panel_ranks.shows_time(screen, slot.width - 4, slot.height - 2)
 
 
 def max_scroll(panel: str, screen: ScreenData, slot: Slot, style: TerminalStyle) -> int:

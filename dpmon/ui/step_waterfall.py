@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from dpmon.model.run_snapshot import Process
+from dpmon.model.run_process import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_by_display_name
 from dpmon.sanitize import sanitize_line

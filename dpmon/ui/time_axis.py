@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from dpmon.model.device_usage import HISTORY_S
 from dpmon.model.pauses import build_pauses
-from dpmon.model.run_snapshot import Process, RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_process import Process
 from dpmon.model.step_history import Column
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import SECOND
@@ -118,7 +119,7 @@ def shift_by_parts(screen: ScreenData, parts: int) -> int:
     return time_ns
 
 
-def _history_end(screen: ScreenData) -> tuple[RunSnapshot, int]:
+def _history_end(screen: ScreenData) -> tuple[RunAnalysis, int]:
     """Return the snapshot and the time (ns) until which the histories go."""
     frozen_ns = screen.cursor.frozen_ns
     if screen.history_state is None or frozen_ns is None:

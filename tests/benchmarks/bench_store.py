@@ -32,8 +32,8 @@ from yardstick import Yardstick
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
-from dpmon.model.run_snapshot import SnapshotRequest  # noqa: E402
-from dpmon.model.snapshot_builder import SnapshotBuilder  # noqa: E402
+
+from dpmon.model.run_analysis import RunAnalysis, RunCaches, Selection  # noqa: E402
 from dpmon.record.history_rows import Definition  # noqa: E402
 from dpmon.record.record_types import CallRow, Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
@@ -46,9 +46,12 @@ from dpmon.store.tally_keys import TallyKey  # noqa: E402
 from dpmon.store.tally_tables import SecondOfSteps  # noqa: E402
 from dpmon.store.time_accounting import ActivityInterval  # noqa: E402
 from dpmon.supervise.start_supervisor import COLLECTION_THRESHOLD  # noqa: E402
+from dpmon.ui.panels.panel_output import OutputView  # noqa: E402
+from dpmon.ui.screen_data import ScreenData  # noqa: E402
 from support.history_builders import StepFacts, quantities  # noqa: E402
 from support.record_builders import TRAINING_FLAGS, call_row, consecutive_spans, step_row  # noqa: E402
 from support.ring_writers import RowRing, use_row_rings  # noqa: E402
+from support.screen_states import RUN_INFO, STYLE, paint_screen  # noqa: E402
 
 SECOND = 1_000_000_000
 DAY_S = 86_400
@@ -226,12 +229,12 @@ class Live:
         self._second += 1
         self._drain.flush()
 
-    def milliseconds(self, snapshots: SnapshotBuilder, wanted: SnapshotRequest, t_s: int | None = None) -> float:
-        """Return the processor time of reading its state, ms."""
+    def milliseconds(self, caches: RunCaches, selection: Selection, t_s: int | None = None) -> float:
+        """Return the processor time of drawing its state, ms."""
         began = time.process_time()
         with open_store(self.directory) as store:
-            rows = store.as_of(None if t_s is None else t_s * SECOND)
-            state = snapshots.build(rows, wanted)
+            state = RunAnalysis(store.as_of(None if t_s is None else t_s * SECOND), selection, caches=caches)
+            paint_screen(ScreenData(state, state.newest_ns, RUN_INFO), OutputView(), 120, 40, STYLE)
         took = (time.process_time() - began) * 1e3
         assert state.representative is not None
         return took
@@ -239,19 +242,19 @@ class Live:
 
 def reading(refreshes: int) -> None:
     """Print a table."""
-    print("\nthe queries of a refresh, ms: median and longest")
+    print("\nthe facts and the drawing of a refresh, ms: median and longest")
     for ranks, budget in READING.items():
         with tempfile.TemporaryDirectory() as place:
             live = Live(Path(place), ranks)
             yardstick = Yardstick()
             for span, seconds in SPANS.items():
-                wanted, snapshots = SnapshotRequest(seconds), SnapshotBuilder()
-                first = live.milliseconds(snapshots, wanted)
+                selection, caches = Selection(seconds), RunCaches()
+                first = live.milliseconds(caches, selection)
                 took = []
                 for _ in range(refreshes):
                     live.go_on()
-                    took.append(live.milliseconds(snapshots, wanted))
-                back = live.milliseconds(SnapshotBuilder(), wanted, DAY_S - LIVE_S // 2)
+                    took.append(live.milliseconds(caches, selection))
+                back = live.milliseconds(RunCaches(), selection, DAY_S - LIVE_S // 2)
                 middle, slower = statistics.median(took), yardstick.since()
                 print(f"  {ranks:2} processes, {span:14} {middle:7.2f} {max(took):7.2f}  ({middle / slower:6.2f})"
                       f"  budget {budget:.0f};  first {first:7.2f}, in the past {back:7.2f}", flush=True)  # fmt: skip

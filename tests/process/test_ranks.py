@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 
-from dpmon.model.run_snapshot import toggle_refusal
+from dpmon.model.run_analysis import toggle_refusal
 from dpmon.ui.screen_data import format_mode_and_devices
 from support.baseline_comparison import ROOT, records_of_kind, run_unless_aborted
 from support.history_builders import snapshot_of_directory

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from support.baseline_comparison import records_of_kind, run_unless_aborted
 from support.history_builders import snapshot_of_directory
 from support.run_harness import Dpmon
@@ -26,7 +26,7 @@ class Run:
 
     own: Times
     steps: Times
-    state: RunSnapshot
+    state: RunAnalysis
 
     @property
     def ranks(self) -> list[int]:

@@ -78,10 +78,10 @@ HEALTHY_RUN = run_analysis_with(
     modes=(GOOD_MODE,),
     batches=(IdleDeviceCounts("Model", 2, 1000, 10, 7, 1),),
     replicas=(replica_stats(0), replica_stats(1, ms=5.5)),
-    devices=(device_usage(0), device_usage(1, mem_run_max=17.0 * GIB)),
+    device_usage=(device_usage(0), device_usage(1, mem_run_max=17.0 * GIB)),
     longest_steps=(long_step(26), long_step(25)),
     layouts=CallLayouts([], {}),
-    processes=[0],
+    process_numbers=[0],
     last_step_ns=100 * SECOND,
     end_ns=110 * SECOND,
 )
@@ -105,11 +105,13 @@ RUNS_BY_FINDING = {
     "small batch": with_changes(HEALTHY_RUN, batches=(IdleDeviceCounts("Model", 8, 1000, 1000, 3, 5),)),
     "idle": with_changes(HEALTHY_RUN, batches=(IdleDeviceCounts("Model", 8, 1000, 990, 9, 3),)),
     "uneven": with_changes(HEALTHY_RUN, replicas=(replica_stats(0), replica_stats(1), replica_stats(2, rows=4))),
-    "fuller": with_changes(HEALTHY_RUN, devices=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1))),
+    "fuller": with_changes(HEALTHY_RUN, device_usage=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1))),
     "throttled": with_changes(
-        HEALTHY_RUN, devices=(device_usage(0, throttled=Counter({"power limit": 40})), device_usage(1))
+        HEALTHY_RUN, device_usage=(device_usage(0, throttled=Counter({"power limit": 40})), device_usage(1))
     ),
-    "low use": with_changes(HEALTHY_RUN, devices=(device_usage(0, util=array("d", [12.0] * 100)), device_usage(1))),
+    "low use": with_changes(
+        HEALTHY_RUN, device_usage=(device_usage(0, util=array("d", [12.0] * 100)), device_usage(1))
+    ),
     "drift": with_changes(HEALTHY_RUN, modes=(slowing_mode(20, 32, 22, 30),)),
     "long steps": with_changes(HEALTHY_RUN, longest_steps=(long_step(9000), long_step(25))),
     "spread": with_changes(HEALTHY_RUN, modes=(replace(GOOD_MODE, p95_ns=300.0 * MS),)),

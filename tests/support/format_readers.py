@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.report.plain_text import text_lines
-from dpmon.report.report_data import ReportData, collect_report_data
+from dpmon.report.report_data import ReportData, open_report_data
 from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 
@@ -299,7 +299,8 @@ def check_json_is_documented(section: str, *objects: dict[str, Any]) -> None:
 
 def report_text(directory: Path, width: int = 80) -> list[str]:
     """Return the report of the run in `directory` as text, in lines of at most `width` cells."""
-    return text_lines(build_document(collect_report_data(directory)), width)
+    with open_report_data(directory) as report:
+        return text_lines(build_document(report), width)
 
 
 def report_json_of(report: ReportData) -> Any:

@@ -7,17 +7,15 @@ import random
 import sqlite3
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_analysis import RunAnalysis, RunCaches, Selection
 from dpmon.model.run_events import RunEvents
-from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import (
@@ -31,6 +29,7 @@ from dpmon.record.schema import (
     device_series,
 )
 from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.report.report_data import ReportData, open_report_data
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
@@ -88,7 +87,7 @@ class Recording:
         self._evaluations: Counter[int] = Counter()
         """Evaluation steps so far, by process."""
         self._next_id = self._history.next_id
-        self._snapshot_builder = SnapshotBuilder()
+        self._caches = RunCaches()
 
     def add(self, rows: Iterable[Row], process: int = 0, rank: int | None = None) -> Recording:
         """Write the rows of a process. Samples, waits for input and the exit are stored as the supervisor's."""
@@ -148,10 +147,18 @@ class Recording:
         """Return the store with all records so far."""
         return Store(self._history.connection)
 
-    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
-        """Return the state at the end, or at time `t_ns`; `wanted`: fields of SnapshotRequest."""
-        store = self.store()
-        return self._snapshot_builder.build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset(ended))
+    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **selected: Any) -> RunAnalysis:
+        """Return the state at the end of the records so far, or at time `t_ns`; `selected`: fields of Selection."""
+        return snapshot_of_copy(self._db, t_ns, Selection(**selected), frozenset(ended), self._caches)
+
+
+def snapshot_of_copy(
+    db: sqlite3.Connection, t_ns: int | None, selection: Selection, ended: frozenset[int], caches: RunCaches
+) -> RunAnalysis:
+    """Return the state of a copy of a history: its facts are queried later, when the history may have more records."""
+    copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    db.backup(copy)
+    return RunAnalysis(Store(HistoryConnection(copy)).as_of(t_ns), selection, ended, caches)
 
 
 def open_store_with(rows: Iterable[Row] | Mapping[int, Iterable[Row]], origin_ns: int = 0) -> Store:
@@ -164,16 +171,30 @@ def snapshot_of_rows(
     t_ns: int | None = None,
     *,
     origin_ns: int = 0,
-    **wanted: Any,
-) -> RunSnapshot:
+    **selected: Any,
+) -> RunAnalysis:
     """Return the state of the screen at the end, or at time `t_ns`, from rows of one process or of several."""
-    return _record_run(rows, origin_ns).state(t_ns, **wanted)
+    return _record_run(rows, origin_ns).state(t_ns, **selected)
 
 
-def snapshot_of_directory(directory: Path, t_ns: int | None = None, **wanted: Any) -> RunSnapshot:
+def snapshot_of_directory(directory: Path, t_ns: int | None = None, **selected: Any) -> RunAnalysis:
     """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
     with open_store(directory) as store:
-        return SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset())
+        return snapshot_of_copy(store.connection.db, t_ns, Selection(**selected), frozenset(), RunCaches())
+
+
+_OPEN_REPORTS: deque[ExitStack] = deque()
+_MAX_OPEN_REPORTS = 16
+
+
+def read_report(directory: Path) -> ReportData:
+    """Return the data of a report. Its history stays open until some later ones were read."""
+    stack = ExitStack()
+    report = stack.enter_context(open_report_data(directory))
+    _OPEN_REPORTS.append(stack)
+    if len(_OPEN_REPORTS) > _MAX_OPEN_REPORTS:
+        _OPEN_REPORTS.popleft().close()
+    return report
 
 
 def _record_run(rows: Iterable[Row] | Mapping[int, Iterable[Row]], origin_ns: int) -> Recording:
@@ -418,11 +439,11 @@ def assert_same_contents(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ analyses
 
 _EMPTY_ANALYSIS: dict[str, Any] = {
-    **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "devices", "memory", "longest_steps"), ()),
-    **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
-    **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
-    "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "processes": [], "announced": RunEvents(),
-    "until_ns": 0, "_ranks": {},
+    **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "device_usage", "device_memory"), ()),
+    **dict.fromkeys(("longest_steps", "gaps", "loaders", "paused", "whole_losses", "first_invalid_losses"), ()),
+    **dict.fromkeys(("host_usage", "mode_comparison", "whole_communication", "last_step_ns", "end_ns", "death")),
+    "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
+    "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None,
     "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS, between_activities=["between"]),
 }  # fmt: skip
 

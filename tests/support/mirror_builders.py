@@ -11,8 +11,7 @@ from typing import Any
 from dpmon.export.incremental_rows import IncrementalRows
 from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver
 from dpmon.mirror.mirror_history import MirrorHistory
-from dpmon.model.run_snapshot import SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.run.run_directory import RunInfo
@@ -159,5 +158,5 @@ def check_all_readable(records: MirrorHistory) -> None:
     for read in everything:
         read()
     for t_ns in (None, 5 * SECOND):
-        state = SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(), frozenset())
+        state = RunAnalysis(store.as_of(t_ns))
         assert state.processes

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import random
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from dpmon.model.communication import Communication, Wrapper, build_communication
+from dpmon.model.run_analysis import RunAnalysis, RunCaches, Selection
 from dpmon.model.run_events import parse_ddp_wrapper
-from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import (
     RankTimes,
 )
@@ -278,7 +277,7 @@ class ManyNodes:
         """Nodes that send nothing."""
         self.samples = True
         self._id = 1
-        self._snapshot_builder = SnapshotBuilder()
+        self._caches = RunCaches()
         self._wrapper, self._of_group = wrapper, self.ranks // groups
         self._begin(store, rows)
 
@@ -399,9 +398,9 @@ class ManyNodes:
         """Return the store with all records so far."""
         return Store(self._history.connection)
 
-    def state(self, **wanted: Any) -> RunSnapshot:
-        """Return the state of the screen; `wanted`: fields of SnapshotRequest."""
-        return self._snapshot_builder.build(self.store(), SnapshotRequest(**wanted))
+    def state(self, *, ended: Iterable[int] = (), **selected: Any) -> RunAnalysis:
+        """Return the state of the screen; `selected`: fields of Selection."""
+        return RunAnalysis(self.store(), Selection(**selected), frozenset(ended), self._caches)
 
     def close(self) -> None:
         """Close the history in a directory."""

@@ -10,7 +10,8 @@ from typing import Any
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.findings.finding import Finding
 from dpmon.model.loss_curves import LossCurve
-from dpmon.model.run_snapshot import Process, RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_process import Process
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.run.run_directory import ExitInfo, RunInfo
@@ -96,9 +97,10 @@ def with_mode_reply(facts: ScreenData, mode: str = "dp", **changes: Any) -> Scre
     return replace(facts, state=facts.state.with_facts(mode_changes=state.mode_changes))
 
 
-def known_facts(process: Process | None) -> dict[str, Any]:
-    """Return the facts that a process has without a query."""
-    return {name: fact for name, fact in vars(process).items() if not name.startswith("_")}
+def all_facts(process: Process | None) -> dict[str, Any]:
+    """Return all facts of a process."""
+    names = {**vars(Process), **vars(process)}
+    return {name: getattr(process, name) for name in names if not name.startswith("_")}
 
 
 def with_process(facts: ScreenData, **changes: Any) -> ScreenData:
@@ -140,9 +142,9 @@ def situations() -> dict[str, ScreenData]:
         run, now = record_ddp_ranks(count, slow=1, steps=20)
         zoomed[f"{count} ranks"] = ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
     return {
-        "nothing": ScreenData(RunSnapshot(), 0),
+        "nothing": ScreenData(RunAnalysis(), 0),
         "importing": ScreenData(
-            RunSnapshot(), 3 * SECOND, RUN_INFO, startup_stage=("importing torch", SECOND), is_command_alive=True
+            RunAnalysis(), 3 * SECOND, RUN_INFO, startup_stage=("importing torch", SECOND), is_command_alive=True
         ),
         "dp": dp,
         "gpus": gpus,

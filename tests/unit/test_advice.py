@@ -68,7 +68,7 @@ COPIES = having(
         ),
     )
 )
-UNEVEN = with_changes(HEALTHY_RUN, devices=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1)))
+UNEVEN = with_changes(HEALTHY_RUN, device_usage=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1)))
 SINGLE = tuple(replace(mode, mode="single") for mode in HEALTHY_RUN.modes)
 
 
@@ -76,7 +76,7 @@ def ranks(**about: Any) -> RunAnalysis:
     """Return the evidence of two ranks with much exposed communication and this wrapper."""
     times, unsynced = [rank_times(number, 0.1, exposed_ms=5.0) for number in (0, 1)], about.pop("unsynced", 0)
     wrapper = ddp_wrapper(**{"backend": "nccl", **about})
-    return run_analysis_with(communication=communication_of(times, wrapper, unsynced=unsynced))
+    return run_analysis_with(whole_communication=communication_of(times, wrapper, unsynced=unsynced))
 
 
 def accumulating(unsynced: int = 0, **times: int) -> Communication:
@@ -161,10 +161,10 @@ TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
     ),
     "accumulate": (
         "all backward passes but the last",
-        [run_analysis_with(communication=accumulating(synced=800))],
+        [run_analysis_with(whole_communication=accumulating(synced=800))],
         {
-            "followed": run_analysis_with(communication=accumulating(unsynced=600)),
-            "one pass a step": run_analysis_with(communication=accumulating()),
+            "followed": run_analysis_with(whole_communication=accumulating(unsynced=600)),
+            "one pass a step": run_analysis_with(whole_communication=accumulating()),
         },
     ),
     "on GPUs first": (

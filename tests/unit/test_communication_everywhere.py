@@ -18,7 +18,6 @@ from dpmon.model.compared_run import RUN_METRICS
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
@@ -26,7 +25,7 @@ from dpmon.store.records import read_records
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.format_readers import read_trace, report_json_of
-from support.history_builders import write_run_directory
+from support.history_builders import read_report, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.run_harness import append_to, fake_status_reader
 
@@ -43,7 +42,7 @@ def a_run(status: int | None = 0, **how: Any) -> Path:
 
 
 def test_text_page_and_json_of_the_report_have_the_communication(state: Path) -> None:
-    story = collect_report_data(a_run())
+    story = read_report(a_run())
     text = text_lines(build_document(story), 200)
     assert f"  straggler  {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
     assert f"  exposed    2.10 ms per step, 12% of it; {KNOWN} steps" in text
@@ -73,7 +72,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
 
 def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     """The slow rank waits for data most of its time, but the finding about the slow rank says so already."""
-    slow = collect_report_data(a_run(extra_ms=60.0))
+    slow = read_report(a_run(extra_ms=60.0))
     assert [one.process_name for one in (*slow.run.modes, *slow.run.other_process_modes)] == [
         "rank 0",
         "rank 1",
@@ -87,7 +86,7 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
 
 
 def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
-    story = collect_report_data(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
+    story = read_report(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
     text = " ".join(" ".join(text_lines(build_document(story), 200)).split())
     assert "100 steps, 25 updates, 300 calls total" in text
     assert f"exposed 2.10 ms per update, 4% of it; {STEPS // 4 - 1} updates" in text
@@ -113,7 +112,7 @@ def test_a_comparison_has_communication_per_step_whatever_an_update_takes(state:
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
-    text = text_lines(build_document(collect_report_data(a_run(world=8))), 200)
+    text = text_lines(build_document(read_report(a_run(world=8))), 200)
     assert any("3 of 8 ranks are recorded" in line for line in text)
     assert "RANKS: where step time goes" not in text
 

@@ -21,12 +21,11 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import UNTIMED, Call, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.report.html_page import render_page
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
 from support.format_readers import report_json_of, report_text
-from support.history_builders import write_run_directory
+from support.history_builders import read_report, write_run_directory
 from support.record_builders import (
     CALL_TIMES_MS,
     GPUS,
@@ -67,7 +66,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert len(counters) == 40
     assert counters[0]["args"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
 
-    phases = report_json_of(collect_report_data(directory))["modes"][0]["phases"]
+    phases = report_json_of(read_report(directory))["modes"][0]["phases"]
     medians = [phases[name]["device_median_ms"] for name in ("forward", "gather")]
     assert medians == pytest.approx([4.0, 0.25], rel=0.004)
     assert phases["other"]["device_median_ms"] is None
@@ -88,7 +87,7 @@ def cells(lines: Sequence[str], title: str) -> list[list[str]]:
 
 def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
     directory = write_run_directory({0: timed_training()})
-    first, second = report_json_of(collect_report_data(directory))["replicas"]
+    first, second = report_json_of(read_report(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["calls"], first["absent"]) == (NEAR(5.0), 9, 9, {})
     assert second["device_median_ms"] == NEAR(10.0)
     assert 0 < first["median_ms"] < 1, "that of the host is another"
@@ -101,7 +100,7 @@ def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
 
 
 def test_a_page_has_the_column(state: Path) -> None:
-    story = collect_report_data(write_run_directory({0: timed_training()}))
+    story = read_report(write_run_directory({0: timed_training()}))
     text = render_page(build_document(story))
     table = text[text.index("Replicas</h2>") :]
     assert "<th>p95</th><th>on device</th><th class=text>received" in table
@@ -112,7 +111,7 @@ def test_a_page_has_the_column(state: Path) -> None:
 def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
     """Two processes have the same stages: their calls are in one line."""
     directory = write_run_directory({0: staged_calls(4, growing_times), 1: staged_calls(3, lambda n: (9.0, None))})
-    lines = report_json_of(collect_report_data(directory))["stages"]
+    lines = report_json_of(read_report(directory))["stages"]
     found = {(line["stage"], line["outputs"]): line for line in lines}
     assert len(found) == len(lines) == 3
     first = found[0, "[30, 5]"]
@@ -135,7 +134,7 @@ def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
         took = (0.25, None if number == 2 else 4.0 + number, 3.0, 0.5)
         ranks[number] = [*made.begin(), *with_device_times(made.run(5), lambda _: (9.0,), Untimed.FAULT, took)]
     directory = write_run_directory(ranks)
-    found = report_json_of(collect_report_data(directory))["ranks"]
+    found = report_json_of(read_report(directory))["ranks"]
     assert [one["forward_device_median_ms"] for one in found] == [NEAR(4.0), NEAR(5.0), None]
     assert [one["absent"] for one in found[1:]] == [{}, {"forward_device_median_ms": UNTIMED[Untimed.FAULT]}]
     lines = report_text(directory, 80)
@@ -150,7 +149,7 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
     made = Training(devices=GPUS, virtual=False)
     payloads = with_device_times(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
     payloads += with_device_times(made.run(40), of_step=(None, 1.5, 0.7, 0.1), why=Untimed.LATE)
-    story = collect_report_data(write_run_directory({0: payloads}))
+    story = read_report(write_run_directory({0: payloads}))
     figures = story.run.modes[0].phase("data")
     assert figures is not None
     walls = sum(one.wall_ns for one in story.run.binned_steps.bins)
@@ -163,7 +162,7 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
 def test_without_device_times_the_report_does_not_mention_them(state: Path) -> None:
     made = Training()
     directory = write_run_directory({0: [*made.begin(), *made.run(40)], 1: Training(process=1).run(40)})
-    story = collect_report_data(directory)
+    story = read_report(directory)
     said = report_json_of(story)
     for line in (*said["replicas"], *said["ranks"]):
         assert line["absent"] == {}, "the record does not say"

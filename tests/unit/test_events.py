@@ -13,7 +13,7 @@ import pytest
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.notify.notifier import NotificationCommands, SentLog, to_cloudevent
 from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.schema import SECOND
@@ -28,9 +28,9 @@ TRAINING = Health("training", None)
 RUN = "20261125-213000-train-3f2a"
 
 
-def seen(*stalls: RecordedStall, newest_s: int = 40) -> RunSnapshot:
+def seen(*stalls: RecordedStall, newest_s: int = 40) -> RunAnalysis:
     """A state with these stalls; `newest_s`: end of the newest step."""
-    return cast(RunSnapshot, SimpleNamespace(stalls=stalls, newest_ns=newest_s * SECOND))
+    return cast(RunAnalysis, SimpleNamespace(stalls=stalls, newest_ns=newest_s * SECOND))
 
 
 def stalled(end_s: int | None = None) -> RecordedStall:
@@ -67,7 +67,7 @@ BEGAN = ("dpmon.run.started", "", 0.0)
         *((seen(), ended(end), (), [BEGAN, ("dpmon.run.ended", "", 99.0)]) for end in ("finished", "stopped")),
     ],
 )
-def test_what_happened(state: RunSnapshot, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
+def test_what_happened(state: RunAnalysis, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
     events = list(find_notifications(state, now, 100.0, found))
     assert [(event.type, event.key, event.at_s) for event in events] == expected
     assert all(event.data["text"] for event in events)

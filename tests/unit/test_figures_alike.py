@@ -19,7 +19,6 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.layouts import ReplicaStats
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import EVALUATION, PHASES, REST, STEP
-from dpmon.report.report_data import collect_report_data
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.step_stats import StatsWindow, StepStats, rate_to_json
@@ -31,7 +30,7 @@ from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import View
 from dpmon.ui.styled_rows import Row, plain_text
 from support.format_readers import report_json_of, report_text
-from support.history_builders import write_run_directory
+from support.history_builders import read_report, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training
 from support.run_harness import append_to
@@ -149,7 +148,7 @@ def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]
 
 
 def in_report_as_json(directory: Path) -> Shown:
-    said = json.loads(json.dumps(report_json_of(collect_report_data(directory))))
+    said = json.loads(json.dumps(report_json_of(read_report(directory))))
     modes = [(False, one) for one in said["modes"]] + [(True, one) for one in said["evaluations"]]
     return in_json((one["mode"], evaluation, one, one["phases"]) for evaluation, one in modes)
 
@@ -276,7 +275,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     assert f"2 training processes, {steps} steps, {2 * steps} calls total" in " ".join(" ".join(text).split())
     assert _make_listed_run(directory, load_info(directory)).steps == steps
     assert any(line.startswith("  step time of rank 0, mean over each") for line in text)
-    said = report_json_of(collect_report_data(directory))
+    said = report_json_of(read_report(directory))
     assert said["steps"] == steps
     (mode,) = said["modes"]
     assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (steps, 0, 0, steps)
@@ -358,7 +357,7 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "one training process, 0 steps, 11 calls" in text
     assert so_far in text
-    found = report_json_of(collect_report_data(directory))
+    found = report_json_of(read_report(directory))
     assert (found["steps"], found["calls"], found["open_calls"], found["nothing"]) == (0, 11, 11, None)
     assert so_far in summary_lines(directory, None)
     assert "nothing was traced" not in text + " ".join(summary_lines(directory, None))
@@ -398,7 +397,7 @@ def judged(feed: LiveRun) -> tuple[Comparison, str]:
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
-    said = collect_report_data(long).run.mode_comparison
+    said = read_report(long).run.mode_comparison
     assert said is not None
     assert said.speedup is not None
     assert {mode: side.steps for mode, side in said.sides.items()} == {

@@ -19,13 +19,12 @@ from dpmon.cli.status import read_run_status
 from dpmon.cli.status_stream import StatusStream
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.notify.notifier import to_cloudevent
 from dpmon.notify.run_notifications import find_notifications
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.report.health import Health
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.report_json import report_as_json
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
@@ -33,7 +32,7 @@ from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
 from dpmon.stalls.stall_report import build_report
 from support.format_readers import check_json_is_documented, documented_json_paths
-from support.history_builders import make_run_info, write_run_directory
+from support.history_builders import make_run_info, read_report, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event, host_event, pause_event, staged_calls
 
@@ -65,7 +64,7 @@ def objects(state: Path) -> list[dict[str, Any]]:
         write_run_directory({0: staged_calls(4, lambda n: (None, 2.0))}),
         write_run_directory({}),
     ]
-    return [json.loads(json.dumps(report_as_json(collect_report_data(directory)))) for directory in runs]
+    return [json.loads(json.dumps(report_as_json(read_report(directory)))) for directory in runs]
 
 
 def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> None:
@@ -150,7 +149,7 @@ def test_every_field_of_an_event_is_described() -> None:
     events = []
     for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):
         seen = SimpleNamespace(stalls=stalls, newest_ns=0)
-        for each in find_notifications(cast(RunSnapshot, seen), now, at_s, found, 60.0):
+        for each in find_notifications(cast(RunAnalysis, seen), now, at_s, found, 60.0):
             told = each._replace(data={**each.data, "health": now.fields()})
             events.append(to_cloudevent(told, told.id_in("run"), make_run_info(id="run")))
     assert len({event["type"] for event in events}) == 6

@@ -22,12 +22,11 @@ from dpmon.record.jsonl import as_json
 from dpmon.report.html_page import HEIGHT, render_plot
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.store.loss_table import KEPT_LOSSES, KEPT_OLDER, InvalidLoss, LossBin, find_invalid_losses, read_loss_bins
 from dpmon.store.records import read_records
 from dpmon.supervise.prometheus_file import PrometheusFile
-from support.history_builders import Recording, write_run_directory
+from support.history_builders import Recording, read_report, write_run_directory
 from support.record_builders import SECOND, Training
 from support.script_simulator import MS, Script, assemble_script
 
@@ -148,8 +147,8 @@ def test_the_state_has_a_curve_for_each_line_of_the_process_in_focus() -> None:
     assert (first.place, first.first, first.last, first.step, first.t_ns) == ("train.py:88", 3.0, 2.0, 2, 2 * SECOND)
     assert (second.place, second.last, second.smoothed) == ("train.py:91", 9.0, 9.0)
     facts = RunAnalysis(recording.store())
-    assert [curve.place for curve in facts.losses] == ["train.py:88", "train.py:91"]
-    assert [point.mean for point in facts.losses[0].points] == [3.0, 2.0]
+    assert [curve.place for curve in facts.whole_losses] == ["train.py:88", "train.py:91"]
+    assert [point.mean for point in facts.whole_losses[0].points] == [3.0, 2.0]
     assert recording.state().unfit is None
 
 
@@ -161,7 +160,7 @@ def test_the_report_has_the_losses_of_a_process_that_trains() -> None:
     state = recording.state()
     assert state.representative is not None
     assert state.representative.process == 1, "the main process, which evaluates what its workers have trained"
-    assert [curve.last for curve in RunAnalysis(recording.store()).losses] == [2.0]
+    assert [curve.last for curve in RunAnalysis(recording.store()).whole_losses] == [2.0]
 
 
 def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
@@ -224,7 +223,7 @@ def test_metrics_have_the_newest_loss_of_each_line_and_process(state: Path, tmp_
 
 def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
     rows = [*LINES, *losses(3.0, -0.5, nan), LossRow(OTHER, 2, 2 * SECOND, 1.1), LossRow(OTHER, 3, 3 * SECOND, 1.2)]
-    story = collect_report_data(write_run_directory({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
+    story = read_report(write_run_directory({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
     text = text_lines(build_document(story), 100)
     (at,) = [number for number, line in enumerate(text) if "backward called at" in line]
     assert re.split(r"\s{2,}", text[at].strip()) == [

@@ -115,7 +115,7 @@ def test_the_work_for_all_facts_grows_linearly_with_the_ranks(monkeypatch: pytes
         run, _ = record_ddp_ranks(number, steps=20)
         work[0] = 0
         facts = RunAnalysis(run.store())
-        facts.query_everything()
+        assert all((facts.rank_summaries, facts.replicas_by_kind, facts.spent_by_process, facts.communication))
         assert len(facts.other_process_modes) == number - 1
         needed.append(work[0])
     assert 2 * needed[0] < needed[1] < 6 * needed[0]

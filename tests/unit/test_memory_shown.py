@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from dpmon.model.device_memory import memory_by_device, memory_of_processes, missing_value_reasons
-from dpmon.model.run_snapshot import Process, RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_process import Process
 from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData, View
@@ -60,7 +61,7 @@ def test_a_process_without_an_optimizer_does_not_hide_the_others() -> None:
 
 def test_a_process_that_is_not_measured_yet_is_counted() -> None:
     processes = [
-        Process(number, RunSnapshot()).with_facts(began_ns=0, seen_ns=9, memory=MEASURED if number else {})
+        Process(number, RunAnalysis()).with_facts(began_ns=0, seen_ns=9, memory=MEASURED if number else {})
         for number in range(2)
     ]
     (row,) = memory_of_processes(processes, processes[0])
@@ -71,10 +72,10 @@ def test_a_process_that_is_not_measured_yet_is_counted() -> None:
 
 def test_processes_that_follow_one_another_are_not_added_up() -> None:
     processes = [
-        Process(n, RunSnapshot()).with_facts(began_ns=10 * n, seen_ns=10 * n + 9, memory=MEASURED) for n in range(3)
+        Process(n, RunAnalysis()).with_facts(began_ns=10 * n, seen_ns=10 * n + 9, memory=MEASURED) for n in range(3)
     ]
     assert [memory_of_processes(processes, one)[0].model for one in processes] == [100] * 3
-    both = [*processes, Process(3, RunSnapshot()).with_facts(began_ns=5, seen_ns=15, memory=MEASURED)]
+    both = [*processes, Process(3, RunAnalysis()).with_facts(began_ns=5, seen_ns=15, memory=MEASURED)]
     assert memory_of_processes(both, both[3])[0].model == 300, "it ran beside two of them"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.shared_names import DDP
@@ -42,7 +42,7 @@ def recorded(*runs: Sequence[Row]) -> Recording:
     return recording
 
 
-def in_time(*runs: Sequence[Row]) -> Iterator[tuple[RunSnapshot, int]]:
+def in_time(*runs: Sequence[Row]) -> Iterator[tuple[RunAnalysis, int]]:
     """Yield the state of a run of these processes at many times, and the time."""
     recording = recorded(*runs)
     ends = sorted({ended(record) for run in runs for record in run})
@@ -50,7 +50,7 @@ def in_time(*runs: Sequence[Row]) -> Iterator[tuple[RunSnapshot, int]]:
         yield recording.state(at, span_s=30), at
 
 
-def focused(state: RunSnapshot) -> int:
+def focused(state: RunAnalysis) -> int:
     process = state.representative
     assert process is not None
     return process.process
@@ -60,7 +60,7 @@ def test_a_training_that_follows_another_one_stands_for_the_run_soon() -> None:
     first = Training(process=0, step_ns=SECOND // 100)
     before = numbered(first, 500)
     second = Training(process=1, step_ns=SECOND // 100, start_ns=first.now + SECOND, seed=2)
-    state, changes, shown = RunSnapshot(), 0, 0
+    state, changes, shown = RunAnalysis(), 0, 0
     for state, at in in_time(before, numbered(second, 500)):
         changes += focused(state) != shown
         shown = focused(state)

@@ -201,17 +201,17 @@ def test_nobody_is_slow_because_it_evaluated(ranks: tuple[int, ...]) -> None:
     """The others wait 2 s after every 100 steps. In the other 396 steps, they wait a few tenths of a millisecond."""
     run, end = record_ddp_ranks(2, evaluations=dict.fromkeys((100, 200, 300), ranks))
     analysis = RunAnalysis(run.store())
-    assert analysis.communication is not None
-    assert analysis.communication.straggler is None
-    assert {rank.joined for rank in analysis.communication.ranks} == {400 - WARM_UP_STEPS - 3}
-    assert max(rank.wait_ns or 0 for rank in analysis.communication.ranks) < 0.5 * MS
+    assert analysis.whole_communication is not None
+    assert analysis.whole_communication.straggler is None
+    assert {rank.joined for rank in analysis.whole_communication.ranks} == {400 - WARM_UP_STEPS - 3}
+    assert max(rank.wait_ns or 0 for rank in analysis.whole_communication.ranks) < 0.5 * MS
     compared_ns = [
         step.wall_ns
         for step in read_steps(run.store(), 1000, main_only=True)
         if step.step > WARM_UP_STEPS and step.step not in (101, 201, 301)
     ]
     assert len(compared_ns) == 2 * (400 - WARM_UP_STEPS - 3)
-    assert analysis.communication.step_ns == pytest.approx(fmean(compared_ns))
+    assert analysis.whole_communication.step_ns == pytest.approx(fmean(compared_ns))
     assert not {"straggler", "in turn", "long steps"} & {finding.kind for finding in find_all(analysis)}
     for seconds in range(3, end // SECOND):
         state = run.state(seconds * SECOND)
@@ -398,7 +398,7 @@ def test_one_wait_has_one_saving(between_s: int, kinds: set[str]) -> None:
         other_process_modes=(replace(mode, process=1),),
         names={0: "rank 0", 1: "rank 1"},
         _ranks={0: 0, 1: 1},
-        communication=communication_of([rank_times(number, 5.0, slowest=100) for number in (0, 1)]),
+        whole_communication=communication_of([rank_times(number, 5.0, slowest=100) for number in (0, 1)]),
         time_by_activity=each[0],
         spent_by_process=each,
         until_ns=23 * SECOND,

@@ -10,7 +10,7 @@ import pytest
 
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
 from dpmon.model.mode_comparison import MIN_STEPS, Comparison, compare_modes, verdict_sentence
-from dpmon.model.run_snapshot import Process
+from dpmon.model.run_process import Process
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import STEP, WARM_UP_STEPS

@@ -69,7 +69,7 @@ def host(**more: Any) -> HostUsage:
 )
 def test_a_busy_machine(facts: HostUsage | None, kinds: list[str], is_noted: bool) -> None:
     """Other work on the machine is a note: no change to the script ends it."""
-    run = with_changes(HEALTHY_RUN, host=facts)
+    run = with_changes(HEALTHY_RUN, host_usage=facts)
     assert [finding.kind for finding in find_all(run)] == kinds
     text = (
         "other processes are using the host's CPUs: a median of 3.0 of 8 cores; times on a quieter machine will differ"
@@ -153,7 +153,7 @@ def test_workers_are_advised_only_where_they_help(
 ) -> None:
     found = [
         finding
-        for finding in find_all(with_changes(HEALTHY_RUN, modes=(facts,), host=machine))
+        for finding in find_all(with_changes(HEALTHY_RUN, modes=(facts,), host_usage=machine))
         if finding.kind == "data"
     ]
     (advice,) = [finding.advice for finding in found]
@@ -168,12 +168,16 @@ def spread_advice(**more: Any) -> str:
 
 
 def test_fewer_threads_are_advised_only_where_the_run_needs_too_many() -> None:
-    assert spread_advice(host=host(others=1.0)).startswith("fewer threads (OMP_NUM_THREADS), so that they fit on 8 CPU")
+    assert spread_advice(host_usage=host(others=1.0)).startswith(
+        "fewer threads (OMP_NUM_THREADS), so that they fit on 8 CPU"
+    )
     loader = LoaderStart(0, 0, 0, 2, persistent=False)
-    assert "or loader workers, so that" in spread_advice(host=host(others=1.0), loaders=[loader])
-    assert spread_advice(host=host(own=1.0, others=6.5)).startswith("end other work: this run uses only 1.0 of 8 CPU")
+    assert "or loader workers, so that" in spread_advice(host_usage=host(others=1.0), loaders=[loader])
+    assert spread_advice(host_usage=host(own=1.0, others=6.5)).startswith(
+        "end other work: this run uses only 1.0 of 8 CPU"
+    )
     for machine in (host(cpu_pct=40.0), None):
-        assert "OMP_NUM_THREADS" not in spread_advice(host=machine)
+        assert "OMP_NUM_THREADS" not in spread_advice(host_usage=machine)
 
 
 def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
@@ -357,16 +361,18 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
             HEALTHY_RUN, replicas=tuple(replace(r, mode="single", rows=1 + 9 * r.replica) for r in HEALTHY_RUN.replicas)
         ),
         with_changes(
-            HEALTHY_RUN, devices=(device_usage(0, mem_run_max=0.9 * GIB), device_usage(1, mem_run_max=0.5 * GIB))
+            HEALTHY_RUN, device_usage=(device_usage(0, mem_run_max=0.9 * GIB), device_usage(1, mem_run_max=0.5 * GIB))
         ),
-        with_changes(HEALTHY_RUN, devices=(device_usage(0), device_usage(1, mem_run_max=30.0 * GIB))),
-        with_changes(HEALTHY_RUN, devices=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1, of_run=False))),
-        with_changes(HEALTHY_RUN, devices=(device_usage(0, throttled=Counter({"power limit": 4})),)),
+        with_changes(HEALTHY_RUN, device_usage=(device_usage(0), device_usage(1, mem_run_max=30.0 * GIB))),
         with_changes(
-            HEALTHY_RUN, devices=(device_usage(0, throttled=Counter({"power limit": 5}), throttle_samples=5),)
+            HEALTHY_RUN, device_usage=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1, of_run=False))
         ),
-        with_changes(HEALTHY_RUN, devices=(device_usage(0, of_run=False, util=array("d", [0.0] * 100)),)),
-        with_changes(HEALTHY_RUN, devices=(device_usage(0, util=array("d")),)),
+        with_changes(HEALTHY_RUN, device_usage=(device_usage(0, throttled=Counter({"power limit": 4})),)),
+        with_changes(
+            HEALTHY_RUN, device_usage=(device_usage(0, throttled=Counter({"power limit": 5}), throttle_samples=5),)
+        ),
+        with_changes(HEALTHY_RUN, device_usage=(device_usage(0, of_run=False, util=array("d", [0.0] * 100)),)),
+        with_changes(HEALTHY_RUN, device_usage=(device_usage(0, util=array("d")),)),
         with_changes(HEALTHY_RUN, modes=(slowing_mode(20, 32, 33, 10),)),
         with_changes(HEALTHY_RUN, modes=(slowing_mode(20, 23, 21, 22),)),
         with_changes(HEALTHY_RUN, modes=(slowing_mode(32, 20, 33, 19),)),
@@ -389,7 +395,7 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
     evidence = with_changes(
         HEALTHY_RUN,
         modes=(mode_stats("dp", data=0.25, replicate=0.5), mode_stats("single", data=0.6)),
-        devices=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1)),
+        device_usage=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1)),
     )
     found = find_all(evidence)
     assert [finding.kind for finding in found] == ["data", "replicate", "data", "fuller"]
@@ -403,10 +409,10 @@ def test_memory_reserved_by_torch_stands_in_for_unknown_driver_figures() -> None
         DeviceMemory("cuda:1", 8 * GIB, GIB, 0, GIB, None, {}),
         DeviceMemory("cpu", GIB, 0, 0, None, None, {}),
     )
-    evidence = with_changes(HEALTHY_RUN, devices=(), memory=held)
+    evidence = with_changes(HEALTHY_RUN, device_usage=(), device_memory=held)
     (found,) = find_all(evidence)
     assert (found.kind, "18.0 GiB" in found.text, "10.0 GiB" in found.text) == ("fuller", True, True)
-    unknown = with_changes(evidence, memory=tuple(one._replace(rest=None) for one in held))
+    unknown = with_changes(evidence, device_memory=tuple(one._replace(rest=None) for one in held))
     assert find_all(unknown) == []
 
 

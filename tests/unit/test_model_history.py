@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from dpmon.model.run_snapshot import Process
+from dpmon.model.run_process import Process
 from dpmon.model.step_history import COLUMNS
 from dpmon.record.record_types import Step
 from dpmon.ui.time_axis import TimeAxis, build_chart_columns, fit_axis, resample

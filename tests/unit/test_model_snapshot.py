@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.run_snapshot import PHASES, Process
+from dpmon.model.run_process import PHASES, Process
 from dpmon.model.throughput import throughput_of
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import CallRow, Event, Step

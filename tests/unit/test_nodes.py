@@ -16,9 +16,7 @@ import pytest
 from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
 from dpmon.model.nodes import NodeStatus
-from dpmon.model.rank_stats import MAX_LEAST_WAITING
-from dpmon.model.run_snapshot import MAX_FULLY_READ, SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_analysis import MAX_FULLY_READ, RunAnalysis, Selection
 from dpmon.model.stragglers import delay_shares, straggler_sentence
 from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP
@@ -49,9 +47,9 @@ def run_of(count: int, each: int = 8) -> ManyNodes:
     return ManyNodes(count, each, slow=11).run(0, 24)
 
 
-def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted: int) -> ScreenData:
+def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **selected: Any) -> ScreenData:
     return ScreenData(
-        run.state(**wanted), now_s * SECOND + SECOND // 4, RUN_INFO, view or View(), is_command_alive=True
+        run.state(**selected), now_s * SECOND + SECOND // 4, RUN_INFO, view or View(), is_command_alive=True
     )
 
 
@@ -268,13 +266,13 @@ async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Pat
 @pytest.mark.parametrize(("nodes", "each", "shown"), [(2, 2, "0123"), (4, 8, "11"), (125, 8, "11")])
 def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes: int, each: int, shown: str) -> None:
     slow = min(11, nodes * each - 1)
-    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=MAX_LEAST_WAITING)
+    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24))
     height = 40 if nodes < 100 else TALL_SCREEN_ROWS
     rows = [row for row in screen_text(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
     (row,) = [row for row in rows if row[2] == "▸"]
     assert (row[3:10].strip(), set(row[11:-9].strip()), row[-7:-2]) == (str(slow), {"3"}, "  34%"), row
-    calm = facts_of(ManyNodes(4, slow=-1).run(0, 12), waits=True)
+    calm = facts_of(ManyNodes(4, slow=-1).run(0, 12))
     assert not any(row.endswith("% │") for row in screen_text(calm, 120, 40).splitlines())
 
 
@@ -306,14 +304,12 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
 
     run = ManyNodes(2, slow=-1).run(0, 20)
     lengthen(run, ((1, 17), (10, 10)), range(8), 6 * SECOND)
-    facts = ScreenData(
-        SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, RUN_INFO, is_command_alive=True
-    )
+    facts = ScreenData(RunAnalysis(run.store()), 20 * SECOND, RUN_INFO, is_command_alive=True)
     assert len(means(facts)) == 2
     run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
     run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
     for process in (0, 9):
-        state = SnapshotBuilder().build(run.store(), SnapshotRequest(process=process))
+        state = RunAnalysis(run.store(), Selection(process=process))
         facts = ScreenData(state, 20 * SECOND, RUN_INFO, View(process_index=process), is_command_alive=True)
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
@@ -326,25 +322,26 @@ def test_a_picture_of_very_many_ranks_has_recent_waits_and_the_newest_facts_of_t
     for second in range(24, 44):
         run.slow = 11 if second < 30 else 150
         run.second(second)
-        kept = run.state(worst=MAX_LEAST_WAITING)
-        first = SnapshotBuilder().build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING))
+        kept = run.state()
+        first = RunAnalysis(run.store())
         waits, newest = (
             [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.slowest, one.group) for one in state.ranks]
             for state in (kept, first)
         )
         recent = [*recent[-7:], newest]
         assert waits in recent, "they are less than eight seconds old"
-        assert 150 in kept.drawn or second < 38, "a rank that others wait for is shown soon"
-        for number in kept.drawn:
-            assert kept.processes[number].last_step == first.processes[number].last_step
-            assert kept.processes[number].calls
+        assert kept.straggler is not None or second < 38, "a rank that others wait for is shown soon"
+        for number in (0, 11, 150):
+            (one,), (other,) = kept.current_processes([number]), first.current_processes([number])
+            assert one.last_step == other.last_step
+            assert one.calls
         assert [one.process for one in kept.training_processes] == [one.process for one in first.training_processes]
         assert kept.representative is not None
         assert kept.representative.recent.rate is not None
         assert kept.representative.recent.rate.samples_per_s == pytest.approx(run.ranks * 30 * 57.0, rel=0.05)
     assert kept.straggler is not None
     assert kept.straggler.ranks == (150,)
-    ended = run._snapshot_builder.build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING), frozenset({5}))
+    ended = run.state(ended={5})
     assert [one.process for one in ended.training_processes] == [one.process for one in first.training_processes]
     assert ended.ended == {5}, "it is known at once"
 

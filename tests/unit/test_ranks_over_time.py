@@ -51,7 +51,7 @@ def test_the_slowest_rank_changes_half_way() -> None:
 @pytest.mark.parametrize("width", [60, 116])
 def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: TerminalStyle, width: int) -> None:
     run, end = changing(steps=1300)
-    facts = ScreenData(run.state(waits=True), end, RUN_INFO, View("replicas", "replicas"), is_command_alive=True)
+    facts = ScreenData(run.state(), end, RUN_INFO, View("replicas", "replicas"), is_command_alive=True)
     text = rows_text(render_full_screen(facts, width, 40, look))
     first = next(at for at, row in enumerate(text) if row.startswith("over time"))
     rows = {row[1:9].strip(): row for row in text[first + 1 : first + 5]}

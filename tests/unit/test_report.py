@@ -25,13 +25,12 @@ from dpmon.report.health import read_health
 from dpmon.report.html_page import WIDTH, render_page, render_plot
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
 from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of, report_text
-from support.history_builders import Recording, snapshot_of_directory, write_run_directory
+from support.history_builders import Recording, read_report, snapshot_of_directory, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
     SECOND,
@@ -82,7 +81,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert "no GPU: NVML library not found" in lines_of_section(lines, "DEVICES")[0]
     assert lines_of_section(lines, "MODE SWITCHES")[1].endswith("to single")
     assert "4.00 KiB" in lines_of_section(lines, "MEMORY")[1]
-    said = report_json_of(collect_report_data(both))
+    said = report_json_of(read_report(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
         ("dp", True, 120),
         ("single", False, 60),
@@ -136,13 +135,13 @@ def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
     directory = write_run_directory({0: toggled()}, status=1)
     (directory / "stages.log").write_text("7 9 joining the process group as rank 1 of 2\n")
     (directory / "statuses.log").write_text("7 20 -6\n")
-    (finding,) = [finding for finding in collect_report_data(directory).findings if finding.kind == "failed"]
+    (finding,) = [finding for finding in read_report(directory).findings if finding.kind == "failed"]
     assert finding.text == "A rank ended without an exception: rank 1 was ended by SIGABRT."
     record_stop_request(directory)
     ended = load_exit(directory)
     assert ended is not None
     os.utime(directory / "stop-asked", (ended.ended_unix, ended.ended_unix))
-    assert not any(finding.kind == "failed" for finding in collect_report_data(directory).findings)
+    assert not any(finding.kind == "failed" for finding in read_report(directory).findings)
     sentence = "stopped by you after 1 min 00 s"
     assert report_text(directory, 120)[0].endswith(sentence)
     assert read_health(directory).sentence(60.0) == sentence
@@ -154,14 +153,14 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     training.step_ns *= 200
     made += training.run(1)
     directory = write_run_directory({0: made}, status=130)
-    assert collect_report_data(directory).run.longest_steps[0].step == 41
+    assert read_report(directory).run.longest_steps[0].step == 41
     record_stop_request(directory)
-    began = load_info(directory).started_unix + collect_report_data(directory).run.longest_steps[0].start_ns / 1e9
+    began = load_info(directory).started_unix + read_report(directory).run.longest_steps[0].start_ns / 1e9
     os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
-    assert 41 not in [step.step for step in collect_report_data(directory).run.longest_steps]
-    assert collect_report_data(directory).run.longest_steps
+    assert 41 not in [step.step for step in read_report(directory).run.longest_steps]
+    assert read_report(directory).run.longest_steps
     os.utime(directory / "stop-asked", (began - 0.001, began - 0.001))
-    assert collect_report_data(directory).run.longest_steps[0].step == 41, "it began after the request"
+    assert read_report(directory).run.longest_steps[0].step == 41, "it began after the request"
 
 
 def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
@@ -170,8 +169,8 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=[{"device": "cuda:0"}])
             for t in range(20)]  # fmt: skip
     directory = write_run_directory({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
-    story = collect_report_data(directory)
-    first, second = story.run.devices
+    story = read_report(directory)
+    first, second = story.run.device_usage
     assert (first.util_median, len(first.util), first.samples) == (97, 40, 41)
     assert first.mem_run_max == 99 << 30
     assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
@@ -184,15 +183,15 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
     payloads: dict[int, list[Row]] = {-1: [*hot], 0: Training(devices=("cuda:0",), virtual=False).run(40)}
     whole, directory = (
-        collect_report_data(write_run_directory(payloads)),
+        read_report(write_run_directory(payloads)),
         write_run_directory(payloads, limit_bytes=1 << 18),
     )
-    story = collect_report_data(directory)
+    story = read_report(directory)
     assert story.run.store.pruned > 0
-    (device,) = story.run.devices
+    (device,) = story.run.device_usage
     assert device.samples < 2400
     assert device.temperature_max == 80
-    points, every = (one.run.devices[0].points() for one in (story, whole))
+    points, every = (one.run.device_usage[0].points() for one in (story, whole))
     assert {util for _, util, _ in points} == {50.0}
     assert points[0][0] < 120 * SECOND
     assert every[-1][0] - points[-1][0] < 60 * SECOND
@@ -201,13 +200,13 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
 
 def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
     training = Training(devices=tuple(f"cpu:{n}" for n in range(8)), batch=9)
-    story = collect_report_data(write_run_directory({0: training.run(60)}))
+    story = read_report(write_run_directory({0: training.run(60)}))
     found = {finding.kind: finding for finding in story.findings}
     assert "3 of 8 devices receive no rows of Model" in found["idle"].text
     assert found["idle"].ground == "60 calls of 60, 8 devices"
     training = Training(devices=tuple(f"cpu:{n}" for n in range(4)), batch=2)
     assert "small batch" in {
-        finding.kind for finding in collect_report_data(write_run_directory({0: training.run(60)})).findings
+        finding.kind for finding in read_report(write_run_directory({0: training.run(60)})).findings
     }
 
 
@@ -226,7 +225,7 @@ def test_a_stall_after_the_last_step_has_its_own_time(
     if lasted_s is not None:
         events.append(Event("stall", {"t_s": end_s + since_s + lasted_s, "lasted_s": lasted_s, **data}))
     directory = write_run_directory({0: rows, -1: events}, status=1, seconds=end_s + 50)
-    story = collect_report_data(directory)
+    story = read_report(directory)
     elapsed = report_json_of(story)["elapsed"]
     assert elapsed["stalled_s"] == pytest.approx(stalled_s)
     assert elapsed["ending_s"] == pytest.approx(50 - stalled_s, abs=1e-6)
@@ -250,7 +249,7 @@ def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     rows = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
     own = [device_event(t / 10, index) for t in range(60) for index in (0, 1)]
-    found = HtmlPage(render_page(build_document(collect_report_data(write_run_directory({0: rows, -1: own})))))
+    found = HtmlPage(render_page(build_document(read_report(write_run_directory({0: rows, -1: own})))))
     assert found.tags["svg"] == 5
     check_page_is_offline(found)
 
@@ -264,7 +263,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
     dp = training.now
     rows += [*training.switch("dp"), *training.run(200)]
     own = [host_event(float(t)) for t in range(1, 80)]
-    made = build_plots(collect_report_data(write_run_directory({0: rows, -1: own}, seconds=200.0)).run)
+    made = build_plots(read_report(write_run_directory({0: rows, -1: own}, seconds=200.0)).run)
     timed = made
     assert [plot.name for plot in timed] == ["step-time", "speed", "phases", "use", "memory"]
     (time_of,) = {id(plot.time_span): plot.time_span for plot in timed}.values()
@@ -287,7 +286,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
 
 def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     made, end = ddp_rank_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
-    (plot,) = [plot for plot in build_plots(collect_report_data(write_run_directory(made)).run) if plot.name == "waits"]
+    (plot,) = [plot for plot in build_plots(read_report(write_run_directory(made)).run) if plot.name == "waits"]
     assert [series.name for series in plot.series] == ["rank 0", "rank 1", "rank 2"]
     half = end / SECOND / 2
     for rank, one in enumerate(plot.series):
@@ -299,14 +298,14 @@ def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     assert {cell.attrib.get("class") for cell in cells} == {None, "none"}
     assert all(0 <= float(cell.attrib["x"]) <= WIDTH for cell in cells)
     even, _ = ddp_rank_rows(3, steps=300, noise=0.0)
-    assert not [
-        plot for plot in build_plots(collect_report_data(write_run_directory(even)).run) if plot.name == "waits"
-    ], "nobody waited"
+    assert not [plot for plot in build_plots(read_report(write_run_directory(even)).run) if plot.name == "waits"], (
+        "nobody waited"
+    )
 
 
 def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     made, _ = ddp_rank_rows(70, slow=68, phase="data", steps=60)
-    story = collect_report_data(write_run_directory(made))
+    story = read_report(write_run_directory(made))
     (plot,) = [plot for plot in build_plots(story.run) if plot.name == "waits"]
     assert [series.name for series in plot.series] == [f"rank {rank}" for rank in (*range(63), 68)]
     assert plot.note.endswith("; 6 ranks omitted")
@@ -326,9 +325,7 @@ def test_the_page_of_a_day_is_small(state: Path) -> None:
     own = [device_event(float(t), index) for t in range(100, 86_400, 200) for index in range(8)]
     text = render_page(
         build_document(
-            collect_report_data(
-                write_run_directory({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND)
-            )
+            read_report(write_run_directory({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND))
         )
     )
     assert text.count("<svg") == 7
@@ -336,7 +333,7 @@ def test_the_page_of_a_day_is_small(state: Path) -> None:
 
 
 def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
-    made = build_document(collect_report_data(both))
+    made = build_document(read_report(both))
     names = [section.title + section.subtitle for section in made.sections]
     drawn, lines = render_page(made), text_lines(made, 200)
     assert re.findall(r'<h2 id="part-\d+">(.*?)</h2>', drawn) == names
@@ -358,7 +355,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
-    bins = collect_report_data(write_run_directory({0: payloads}, seconds=1000.0)).run.binned_steps.bins
+    bins = read_report(write_run_directory({0: payloads}, seconds=1000.0)).run.binned_steps.bins
     assert len({one.end_ns for one in bins}) <= BINS
     assert sum(one.steps for one in bins) == 3000
     assert sum(one.samples or 0 for one in bins) == 12_000
@@ -374,7 +371,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     training.step_ns = 6 * SECOND
     payloads += training.run(1)
     directory = write_run_directory({0: payloads}, seconds=training.now / SECOND)
-    story = collect_report_data(directory)
+    story = read_report(directory)
     gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.run.binned_steps.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
     assert (story.run.binned_steps.bins[-1].end_ns - story.run.binned_steps.bins[-1].start_ns) / SECOND in (5, 6, 7)
@@ -447,10 +444,10 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
     training = Training(mode="single", step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
     whole, directory = (
-        report_json_of(collect_report_data(write_run_directory({0: payloads}))),
+        report_json_of(read_report(write_run_directory({0: payloads}))),
         write_run_directory({0: payloads}, limit_bytes=1 << 20),
     )
-    said = report_json_of(collect_report_data(directory))
+    said = report_json_of(read_report(directory))
     assert said["pruned"] > 0
     same = ("modes", "evaluations", "replicas", "sizes", "stages", "compared", "elapsed", "steps", "calls", "findings")
     assert {name: said[name] for name in same} == {name: whole[name] for name in same}
@@ -489,7 +486,7 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     payloads += [pause_event(training.now / SECOND, 80, 30.0), *training.run(40)]
     seconds = training.now / SECOND + 1.5
     directory = write_run_directory({0: payloads}, seconds=seconds)
-    elapsed = report_json_of(collect_report_data(directory))["elapsed"]
+    elapsed = report_json_of(read_report(directory))["elapsed"]
     parts = {name: value for name, value in elapsed.items() if name != "gaps" and value}
     assert parts == {
         "startup_s": 2.0, "training_s": pytest.approx(12, rel=0.05), "between_s": pytest.approx(4, abs=0.1),
@@ -509,9 +506,7 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     payloads, end = epochs(1.0)
     (found,) = (
-        one
-        for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
-        if one.kind == "between"
+        one for one in read_report(write_run_directory({0: payloads}, seconds=end)).findings if one.kind == "between"
     )
     share = f"{5.0 / end:.0%} of the elapsed time"
     assert found.text == f"The time between steps takes {share}: 5 gaps, the longest 1.00 s after step 20."
@@ -519,18 +514,14 @@ def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     assert "a checkpoint" in found.advice
     assert found.weight == pytest.approx(0.29, abs=0.02)
     payloads, end = epochs(0.15)
-    assert "between" not in {
-        one.kind for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
-    }
+    assert "between" not in {one.kind for one in read_report(write_run_directory({0: payloads}, seconds=end)).findings}
 
 
 @pytest.mark.parametrize(("workers", "persistent", "named"), [(4, False, True), (4, True, False), (0, False, False)])
 def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, persistent: bool, named: bool) -> None:
     payloads, end = epochs(1.0, workers, persistent)
     (found,) = (
-        one
-        for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
-        if one.kind == "between"
+        one for one in read_report(write_run_directory({0: payloads}, seconds=end)).findings if one.kind == "between"
     )
     assert ("Starting the loader's workers takes 80% of it." in found.text) == named
     assert found.advice.startswith("DataLoader(persistent_workers=True)") == named
@@ -540,7 +531,7 @@ def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, 
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
-    found = collect_report_data(both).run.mode_comparison
+    found = read_report(both).run.mode_comparison
     assert found is not None
     assert found.speedup is not None
     assert found.speedup.low < found.speedup.value < found.speedup.high
@@ -548,7 +539,7 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     lines = lines_of_section(report_text(both, 80), "DP VS. SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
-    assert report_json_of(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
+    assert report_json_of(read_report(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 
 # ------------------------------------------------------------------------------------------------ what was deleted
@@ -568,7 +559,7 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
-    story = collect_report_data(write_run_directory({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
+    story = read_report(write_run_directory({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
     assert {(one.mode, one.kind) for one in story.run.binned_steps.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (TRAINING, EVALUATION)
     }
@@ -608,7 +599,7 @@ def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
 
 def test_the_page_of_ranks_is_small_and_its_links_are_its_sections(state: Path) -> None:
     made, _ = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
-    story = collect_report_data(write_run_directory(made))
+    story = read_report(write_run_directory(made))
     text = render_page(build_document(story))
     assert len(text.encode()) < 200_000
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<h2 id=.*?>(.*?)</h2>", text)]

@@ -27,11 +27,10 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.report.html_page import render_page
 from dpmon.report.plots import build_plots
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
 from support.format_readers import lines_of_section, report_json_of, report_text
-from support.history_builders import snapshot_of_directory, write_run_directory
+from support.history_builders import read_report, snapshot_of_directory, write_run_directory
 from support.record_builders import SECOND, Training, device_event, pause_event, records_of_rows
 
 
@@ -54,8 +53,8 @@ def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
 
 def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     directory = paused_run(at_the_end_s=120.0)
-    story = collect_report_data(directory)
-    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.run.pauses] == [
+    story = read_report(directory)
+    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.run.pause_list] == [
         (100, 600),
         (200, 120),
     ]
@@ -90,7 +89,7 @@ def test_silence_is_reported_in_addition_to_a_pause(state: Path) -> None:
     payloads = [*training.begin(), *training.run(100), pause_event(training.now / SECOND, 100)]
     training.now += 600 * SECOND
     payloads += [pause_event(training.now / SECOND, 100, 600.0), *training.run(100)]
-    (found,) = collect_report_data(write_run_directory({0: payloads}, seconds=training.now / SECOND + 60)).findings
+    (found,) = read_report(write_run_directory({0: payloads}, seconds=training.now / SECOND + 60)).findings
     assert found.kind == "quiet"
     assert found.weight == pytest.approx(60 / 80, abs=0.05)
 
@@ -100,13 +99,13 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
     payloads = [*training.begin(), *training.run(40), pause_event(training.now / SECOND, 40)]
     training.now += 60 * SECOND
     lost = [*payloads, *training.run(40)]
-    (pause,) = collect_report_data(write_run_directory({0: lost})).run.pauses
+    (pause,) = read_report(write_run_directory({0: lost})).run.pause_list
     assert (pause.took_ns, pause.on) == (None, False)
     assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
     killed = write_run_directory({0: payloads}, seconds=training.now / SECOND)
     _, line = lines_of_section(report_text(killed, 80), "PAUSES")
     assert line.endswith("after step 40  the run ended during it")
-    assert collect_report_data(killed).findings == [], "a run that is killed in a pause was not silent"
+    assert read_report(killed).findings == [], "a run that is killed in a pause was not silent"
     refused = pause_event(1.0, 3, 0.0, refused="ranks wait for each other")
     lines = report_text(write_run_directory({0: [*training.begin(), *training.run(5), refused]}), 80)
     assert lines_of_section(lines, "PAUSES")[1:] == ["  00:00:01  after step 3  refused: ranks wait for each other"]
@@ -211,7 +210,7 @@ def two_trainings() -> tuple[Path, str]:
 
 def test_the_report_says_that_figures_include_a_pause_during_another_training(state: Path) -> None:
     directory, text = two_trainings()
-    story = collect_report_data(directory)
+    story = read_report(directory)
     assert story.run.paused == []
     assert "step, phase or metric" not in text
     assert re.search(r"for \d+ min \d\d s of it another process was not paused, and device metrics", text)
@@ -251,14 +250,14 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     steps = [record for record in records_of_rows(payloads) if isinstance(record, Step)]
     true = 30 * len(steps) * 1e9 / sum(step.wall_ns for step in steps)
     directory = write_run_directory({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
-    assert report_json_of(collect_report_data(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
+    assert report_json_of(read_report(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
     live, over = (snapshot_of_directory(directory, span_s=0, over=over) for over in (False, True))
     process = live.processes[0]
     for rate in (over.processes[0].mean, process.ranged.rate):
         assert rate is not None
         assert (rate.samples_per_s, rate.samples_per_s_within) == pytest.approx((true, true), rel=0.001)
     assert throughput_of(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
-    assert [one["seconds"] for one in report_json_of(collect_report_data(directory))["inputs"]] == [5.0]
+    assert [one["seconds"] for one in report_json_of(read_report(directory))["inputs"]] == [5.0]
 
 
 @pytest.mark.parametrize(("uncounted", "is_known"), [({1, 55}, True), (set(range(1, 41)), False)])
@@ -273,7 +272,7 @@ def test_a_few_steps_without_a_sample_count_do_not_hide_the_rate(
     steps = [record for record in records_of_rows(payloads) if isinstance(record, Step)]
     true = 30 * len(steps) * 1e9 / sum(step.wall_ns for step in steps)
     directory = write_run_directory({0: payloads}, seconds=training.now / 1e9)
-    (mode,) = report_json_of(collect_report_data(directory))["modes"]
+    (mode,) = report_json_of(read_report(directory))["modes"]
     assert mode["samples_per_s"] == (pytest.approx(true, rel=0.001) if is_known else None)
     assert mode["uncounted_steps"] == len(uncounted)
     said = " ".join(summary_lines(directory, load_exit(directory)))

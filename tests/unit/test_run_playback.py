@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ProcessInfo
-from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.record_types import Event
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
@@ -36,7 +36,7 @@ class Played:
         self.run.refresh()
         return self.run.build_screen_data(View())
 
-    def state(self) -> RunSnapshot:
+    def state(self) -> RunAnalysis:
         """Return the state at the time of the playback."""
         return self.screen().state
 

@@ -17,8 +17,7 @@ from dpmon.cli import status
 from dpmon.cli.main import main
 from dpmon.cli.status_stream import status_members
 from dpmon.cli.summary import summary_lines
-from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.record_types import Event
 from dpmon.report import health
 from dpmon.report.health import Health
@@ -352,7 +351,7 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
     assert remedy == f"  try: dpmon why linear-{directory.name[-4:]} shows where it is"
     assert not any("o step has ended" in line for line in rest), "the first line says it"
     begun = health.read_health(directory)
-    assert health._quiet_reason(RunSnapshot(), "ended") == "no recent call; the training process has ended"
+    assert health._quiet_reason(RunAnalysis(), "ended") == "no recent call; the training process has ended"
     assert begun.fields()["reason"] == "no call since step 40; the script does something else"
 
 
@@ -361,7 +360,7 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
     ranked, seconds = ddp_rank_rows(3, slow=1, phase="data", steps=100)
     directory = write_run_directory(ranked, seconds=seconds / 1e9)
     with closing(RunReader(directory)) as reader, open_store(directory) as store:
-        taken = SnapshotBuilder().build(store)
+        taken = RunAnalysis(store)
         assert taken.representative is not None
         progress = replace(taken.representative.progress, epoch=1, batch=99, batches=200, left_ns=5e9, error_ns=1e8)
         process = taken.representative.with_facts(progress=progress)

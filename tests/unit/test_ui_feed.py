@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.model.run_snapshot import MAX_FULLY_READ, Process, RunSnapshot
+from dpmon.model.run_analysis import MAX_FULLY_READ, RunAnalysis
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
@@ -157,16 +157,17 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed.start()
     reads: list[float] = []
     for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MAX_FULLY_READ + 1, [5.0, 7.0, 9.0])):
-        state = RunSnapshot().with_facts(processes={number: Process(number, RunSnapshot()) for number in range(count)})
+        state = RunAnalysis().with_facts(has_many=count > MAX_FULLY_READ)
 
-        def build(*_: Any, state: RunSnapshot = state) -> RunSnapshot:
+        def build(*_: Any, state: RunAnalysis = state) -> RunAnalysis:
             reads.append(now[0])
             return state
 
-        monkeypatch.setattr(feed, "_build_snapshot", build)
+        monkeypatch.setattr("dpmon.ui.live_run.RunAnalysis", build)
         reads.clear()
         for _ in range(5):
             feed.refresh()
+            feed.finish_drawing()
             now[0] += 1.0
         assert reads == times
     for range_s in (30, 600):

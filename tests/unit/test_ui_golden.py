@@ -19,7 +19,6 @@ import pytest
 
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.findings.finding import Finding
-from dpmon.model.rank_stats import MAX_LEAST_WAITING
 from dpmon.record.history_rows import Row as RecordedRow
 from dpmon.record.record_types import Event
 from dpmon.ui.panel_view import to_ascii_row
@@ -86,9 +85,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
         peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30} for d in devices[1:])]
         payloads.append(memory(training, peaks))
     payloads += samples(count, len(devices))
-    return ScreenData(
-        snapshot_of_rows(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True, can_toggle=True
-    )
+    return ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def samples(count: int, ours: int, least_gib: int = 20) -> list[RecordedRow]:
@@ -126,7 +123,7 @@ def nodes(count: int) -> ScreenData:
     run.node(3, "connected", heard_ns=37 * SECOND)
     run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = 42 * SECOND + SECOND // 4
-    return ScreenData(run.state(waits=True, worst=MAX_LEAST_WAITING), now_ns, RUN_INFO, is_command_alive=True)
+    return ScreenData(run.state(), now_ns, RUN_INFO, is_command_alive=True)
 
 
 def looked_back() -> ScreenData:
@@ -140,7 +137,7 @@ def looked_back() -> ScreenData:
 def changing_ranks() -> ScreenData:
     """Return eight ranks on the full screen; another one becomes the slowest after half of the time."""
     recording, now = record_ddp_ranks(8, slow=2, steps=1000, then=(500, 5))
-    state = recording.state(waits=True)
+    state = recording.state()
     return ScreenData(state, now, RUN_INFO, View("replicas", "replicas"), is_command_alive=True)
 
 
@@ -206,14 +203,14 @@ def one_gpu() -> ScreenData:
     """Return a script that trains on one GPU, whose memory is almost full."""
     training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=16_000_000)
     records = [*training.begin(), *training.run(4000), *samples(1, 1, 102)]
-    return learned(ScreenData(snapshot_of_rows(records, slowest=8), training.now, RUN_INFO, is_command_alive=True))
+    return learned(ScreenData(snapshot_of_rows(records), training.now, RUN_INFO, is_command_alive=True))
 
 
 @lru_cache(maxsize=2)
 def ranks_on_gpus(count: int) -> ScreenData:
     """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
     recording, now = record_ddp_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
-    state = recording.state(waits=True, slowest=8).with_facts(devices=gpus(8).state.devices)
+    state = recording.state().with_facts(devices=gpus(8).state.devices)
     return learned(ScreenData(state, now, RUN_INFO, is_command_alive=True))
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dpmon.ui.panel_view import PanelView
 from dpmon.ui.screen_data import View
 from support.record_builders import SECOND, Training
 from support.screen_harness import ScreenHarness, is_laid_out, open_screen, wait_until
-from support.screen_states import STYLE, exit_info_of, known_facts
+from support.screen_states import STYLE, all_facts, exit_info_of
 
 
 def last_step(on: ScreenHarness) -> int | None:
@@ -133,7 +134,7 @@ async def test_after_the_end_it_shows_what_happened_in_the_whole_run(
 ) -> None:
     found = Finding("data", "The steps wait for data.", "34%", "more workers", 0.3)
     data = types.SimpleNamespace(findings=[found])
-    monkeypatch.setattr("dpmon.report.report_data.collect_report_data", lambda directory: data)
+    monkeypatch.setattr("dpmon.report.report_data.open_report_data", lambda directory: nullcontext(data))
     async with open_screen(tmp_path) as on:
         await on.shows("last 2 min")
         assert "6 What happened" not in on.text()
@@ -236,7 +237,7 @@ async def test_a_frozen_screen_shows_one_time_whatever_is_opened(tmp_path: Path)
         for key in ("1", "3"):
             await on.press(key)
         shown = on.app.data_to_draw()
-        assert known_facts(shown.process) == known_facts(still.process)
+        assert all_facts(shown.process) == all_facts(still.process)
         assert (shown.state.slowest, shown.state.losses) == (still.state.slowest, still.state.losses)
         slow_steps = on.app.live_run.slow_steps(shown, 100)
         assert slow_steps is not None
@@ -382,7 +383,7 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         await on.shows("esc now")
         on.reader.new = on.training.run(50)
         on.app._tick()
-        assert known_facts(on.app.data_to_draw().process) == known_facts(process), "it stays at its time"
+        assert all_facts(on.app.data_to_draw().process) == all_facts(process), "it stays at its time"
         await on.press("greater_than_sign", "greater_than_sign")
         await on.shows("step 250 ")
         assert " ago" not in on.text()

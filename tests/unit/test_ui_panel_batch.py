@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.run_snapshot import PHASES
+from dpmon.model.run_process import PHASES
 from dpmon.model.step_history import Column
 from dpmon.record.history_rows import Row
 from dpmon.record.shared_names import Untimed
@@ -179,13 +179,13 @@ def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: in
 def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:
     training = Training(mode="single", devices=("cpu",), virtual=False, step_ns=16_000_000)
     payloads = [*training.begin(), *training.run(300)]
-    even = ScreenData(snapshot_of_rows(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
+    even = ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True)
     assert "longest step" not in screen_text(even, 120, 40)
     training.step_ns = 900_000_000
     payloads += training.run(1)
     training.step_ns = 16_000_000
     payloads += training.run(300)
-    facts = ScreenData(snapshot_of_rows(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True)
     for size in ((80, 24), (120, 40), (200, 60)):
         words = r"longest step: (9\d\d m|1\.\d\d )s at 00:0[67], \d{3} ms more than usual in (for|back)ward"
         assert re.search(words, screen_text(facts, *size))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import PauseChange, WarningRecord
-from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.run.run_directory import ExitInfo
 from dpmon.run.run_reader import PauseState
 from dpmon.ui import screen_painter
@@ -74,7 +74,7 @@ def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: TerminalSty
 
 
 def test_the_first_seconds_tell_what_happens() -> None:
-    before = ScreenData(RunSnapshot(), 2 * SECOND, RUN_INFO)
+    before = ScreenData(RunAnalysis(), 2 * SECOND, RUN_INFO)
     assert describe_activity(before) == ("starting", "wait", "2 s")
     assert describe_activity(replace(before, is_command_alive=True)) == ("starting", "wait", "2 s")
     assert describe_activity(replace(before, is_command_alive=True, now_ns=75 * SECOND)) == (
@@ -112,7 +112,7 @@ def test_the_first_seconds_tell_what_happens() -> None:
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
     before = ScreenData(
-        RunSnapshot(),
+        RunAnalysis(),
         5 * SECOND,
         RUN_INFO,
         is_command_alive=True,

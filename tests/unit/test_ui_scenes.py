@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from dpmon.model.epoch_progress import Epoch, Progress
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.run.run_reader import PauseState
 from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, Tree, place_panels
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_stall
@@ -43,7 +43,7 @@ def single() -> ScreenData:
 
 
 def asked() -> ScreenData:
-    return ScreenData(RunSnapshot(), SECOND, replace(RUN_INFO, options={"mode": "dp"}), is_command_alive=True)
+    return ScreenData(RunAnalysis(), SECOND, replace(RUN_INFO, options={"mode": "dp"}), is_command_alive=True)
 
 
 def learning() -> ScreenData:
@@ -71,7 +71,7 @@ ONE_DEVICE = ("batch", "devices", "output")
 REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_stall
 MODES, TALK = panel_compare, panel_communication
 TABLE: dict[str, tuple[Callable[[], ScreenData], str, tuple[str, ...], ModuleType, ModuleType]] = {
-    "nothing known": (lambda: ScreenData(RunSnapshot(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "nothing known": (lambda: ScreenData(RunAnalysis(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
     "no step yet": (lambda: screen_data_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
     "a mode asked for": (asked, STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
     "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),

@@ -19,7 +19,6 @@ from dpmon.record.record_types import Event
 from dpmon.record.typed_json import from_json
 from dpmon.report.html_page import render_page
 from dpmon.report.plots import build_plots
-from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.report.sentences import stall_sentences
 from dpmon.stalls.stall_report import StallReport
@@ -28,7 +27,7 @@ from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis, stall_intervals
 from dpmon.ui.time_cursor import TimeCursor
-from support.history_builders import write_run_directory
+from support.history_builders import read_report, write_run_directory
 from support.record_builders import SECOND, Training
 from support.screen_harness import open_screen
 from support.screen_states import (
@@ -183,7 +182,7 @@ def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
     training.now += LASTED_S * SECOND
     over = Event("stall", {"t_s": at / SECOND + LASTED_S, "since_s": at / SECOND, "lasted_s": LASTED_S})
     directory = write_run_directory({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
-    story = collect_report_data(directory)
+    story = read_report(directory)
     (plot,) = (plot for plot in build_plots(story.run) if plot.name == "step-time")
     assert plot.time_span is not None
     assert plot.time_span.marks == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]

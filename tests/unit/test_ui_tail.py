@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.ui.panels.panel_output import MAX_ROWS, LogTail, OutputView, matches_search, panel_title
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
@@ -31,7 +31,7 @@ class Log:
         return [plain_text(row) for row in self.output.visible_rows(height)]
 
     def place(self) -> str:
-        return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80)[1])
+        return "".join(text for text, _ in panel_title(self.output, ScreenData(RunAnalysis(), 0), 80)[1])
 
     def find(self, needle: str, by: int = 1, height: int = 10) -> str:
         return self.output.find(needle, by > 0, height)

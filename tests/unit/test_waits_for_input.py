@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
-from dpmon.report.report_data import collect_report_data
 from dpmon.store.events import EVENTS, EventRow
 from dpmon.store.history_writer import HistoryWriter, WriteBatch
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.time_axis import TimeAxis, build_chart_columns
 from support.format_readers import report_json_of, report_text
-from support.history_builders import Recording, write_run_directory
+from support.history_builders import Recording, read_report, write_run_directory
 from support.record_builders import SECOND, Training
 from support.screen_states import screen_text
 
@@ -48,11 +47,11 @@ def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[Row]:
     return [Event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
-def recorded(payloads: Sequence[Row], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunSnapshot:
-    return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s, slowest=3)
+def recorded(payloads: Sequence[Row], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunAnalysis:
+    return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s)
 
 
-def drawn(state: RunSnapshot) -> str:
+def drawn(state: RunAnalysis) -> str:
     return " ".join(screen_text(ScreenData(state, state.newest_ns, is_command_alive=True), 120, 60).split())
 
 
@@ -82,11 +81,9 @@ def test_a_wait_is_a_gap_in_the_history() -> None:
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
     seconds = training.now / SECOND
-    blamed = collect_report_data(write_run_directory({0: payloads}, seconds=seconds, id="one"))
+    blamed = read_report(write_run_directory({0: payloads}, seconds=seconds, id="one"))
     assert [each.kind for each in blamed.findings] == ["long steps"]
-    story = collect_report_data(
-        directory := write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=seconds)
-    )
+    story = read_report(directory := write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=seconds))
     assert story.findings == []
     said = report_json_of(story)["inputs"]
     assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
@@ -99,9 +96,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
 
 def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
-    story = collect_report_data(
-        write_run_directory({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND)
-    )
+    story = read_report(write_run_directory({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND))
     (found,) = story.findings
     assert found.kind == "long steps"
     assert found.text.startswith("One step took")
@@ -111,13 +106,10 @@ def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
     training, payloads, _ = with_waits()
     end = training.now / SECOND
     assert [
-        each.kind
-        for each in collect_report_data(write_run_directory({0: payloads}, seconds=end + 90, id="one")).findings
+        each.kind for each in read_report(write_run_directory({0: payloads}, seconds=end + 90, id="one")).findings
     ] == ["quiet"]
     waits = [(end + 1, 80.0)]
-    assert (
-        collect_report_data(write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
-    )
+    assert read_report(write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
 
 
 @pytest.mark.parametrize("kind", ["input", "stall", "loader"])

@@ -22,7 +22,7 @@ def find_all(run: RunAnalysis) -> list[Finding]:
     """
     least_s, elapsed_s = MIN_SAVED_SHARE * run.active_ns / SECOND, run.until_ns / SECOND
     findings = [finding for find in _FINDERS for finding in find(run)]
-    findings += rank_findings.find_rank_problems(run.communication, run.steps)
+    findings += rank_findings.find_rank_problems(run.whole_communication, run.steps)
 
     def is_worth_it(finding: Finding) -> bool:
         if finding.saves_s is None or finding.kind in _FIRST_KINDS:

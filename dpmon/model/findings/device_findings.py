@@ -160,12 +160,12 @@ def find_uneven_memory(run: RunAnalysis) -> Iterator[Finding]:
 
 def _memory_by_device(run: RunAnalysis) -> list[tuple[str, float]]:
     """Return the name of each GPU with the peak memory (bytes) of the run, from the driver, or else from torch."""
-    run_devices = [device for device in run.devices if device.of_run and device.mem_run_max is not None]
+    run_devices = [device for device in run.device_usage if device.of_run and device.mem_run_max is not None]
     if len(run_devices) > 1:
         run_devices.sort(key=lambda device: (device.called is None, device.called or "", device.index))
         return [(_device_name(device, run), device.mem_run_max or 0.0) for device in run_devices]
     totals = []
-    for row in run.memory:
+    for row in run.device_memory:
         parts = [part for part in (row.model, row.gradients, row.optimizer, row.rest) if part is not None]
         is_complete = len(parts) == 4 and all(known == row.processes for known in row.known)
         if row.device.startswith("cuda") and is_complete:
@@ -180,7 +180,7 @@ def _device_name(device: DeviceUsage, run: RunAnalysis) -> str:
 
 def find_throttling(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding for each GPU that was throttled."""
-    for device in run.devices:
+    for device in run.device_usage:
         samples = device.throttle_samples
         if device.of_run is False or samples < MIN_THROTTLE_SAMPLES or not device.throttled:
             continue
@@ -208,7 +208,7 @@ def find_low_utilization(run: RunAnalysis) -> Iterator[Finding]:
     if waiting is not None:
         share = format_percent(data_share(waiting))
         advice = f"the loader first: the steps{rank_suffix(waiting)} wait for data {share} of step time"
-    for device in run.devices:
+    for device in run.device_usage:
         if device.of_run is not True or device.util_median is None or len(device.util) < MIN_UTILIZATION_SAMPLES:
             continue
         if device.util_median < MAX_LOW_UTILIZATION_PCT:
@@ -253,7 +253,7 @@ def busy_cpus_note(run: RunAnalysis) -> list[str]:
 
 def _busy_host(run: RunAnalysis) -> HostUsage | None:
     """Return the CPU use of a host whose cores are nearly all in use; None for other hosts, or with too few steps."""
-    host = run.host
+    host = run.host_usage
     is_busy = host is not None and host.samples >= MIN_HOST_SAMPLES and host.cpu_pct >= MIN_FULL_PCT
     return host if is_busy and any(measured_modes(run)) else None
 

@@ -106,7 +106,7 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
 
 def _is_only_straggler_waiting(run: RunAnalysis, stats: ModeStats) -> bool:
     """Return whether waits for data make the straggler slow, while the other ranks hardly wait for data."""
-    straggler = None if run.communication is None else run.communication.straggler
+    straggler = None if run.whole_communication is None else run.whole_communication.straggler
     if straggler is None or straggler.phase != "data" or straggler.steps < MIN_STEPS:
         return False
     if straggler.others_ns is None or stats.mean_ns is None:
@@ -132,13 +132,13 @@ def _data_advice(stats: ModeStats, run: RunAnalysis) -> str:
             "not more workers: passing a batch between processes costs more than a fetch of"
             f" {format_long_duration(median)}; fetch larger batches, or index tensors in memory without a DataLoader"
         )
-    host, workers = run.host, "more workers (DataLoader num_workers)"
+    host, workers = run.host_usage, "more workers (DataLoader num_workers)"
     condition = "" if host is not None else ", if CPU cores are idle"
     keeping = ", with persistent_workers=True" if _later_starts(run, stats.process) else ""
     if host is None or _has_idle_core(host):
         return f"{workers}{condition}{keeping}; less work per sample; data on a faster disk"
     in_use = f"the CPU is {format_percent(host.cpu_pct / 100)} in use"
-    if host.own < MIN_FETCH_CPU_SHARE * stats.phase_share("data") * max(len(run.processes), 1):
+    if host.own < MIN_FETCH_CPU_SHARE * stats.phase_share("data") * max(len(run.process_numbers), 1):
         return (
             f"{workers}{keeping} if the fetches wait for a disk or network; otherwise end other work: {in_use}, but"
             f" this run uses only {host.own:.1f} of {host.cpus} cores"
@@ -375,7 +375,7 @@ def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
 
 def _spread_advice(run: RunAnalysis, process: int, phase: str) -> str:
     """Return advice for step times of a process that vary widely. `phase`: the phase that takes most of the time."""
-    host = run.host
+    host = run.host_usage
     if host is None or _has_idle_core(host):
         sizes = "batches of similar size; " if run.layouts.usual_input_share(process) <= 1 - LONG_STEP_SHARE else ""
         return f"{sizes}the longest steps show what {phase} waited for"

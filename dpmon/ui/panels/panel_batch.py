@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
-from dpmon.model.run_snapshot import NO_STEPS, PHASES, Process
+from dpmon.model.run_process import NO_STEPS, PHASES, Process
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.record.record_types import MAX_SPANS, Call
@@ -165,7 +165,7 @@ def _ranks_with_steps(screen: ScreenData) -> list[Process]:
     indices = dict.fromkeys((*slow_processes, *first_processes))
     ranks = [
         process
-        for process in (state.processes[index] for index in indices if index in state.processes)
+        for process in state.current_processes(indices)
         if process.rank is not None and process.last_step is not None and process.last_step.phases
     ]
     ranks.sort(key=lambda rank: (rank.process not in slow_processes, rank is not screen.process, rank.rank))

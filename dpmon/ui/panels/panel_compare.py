@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.model.mode_comparison import MODES_COMPARED, Comparison, verdict_sentence
-from dpmon.model.run_snapshot import PHASES
+from dpmon.model.run_process import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, WARM_UP_STEPS, phase_by_display_name, phase_by_name
 from dpmon.sanitize import sanitize_line

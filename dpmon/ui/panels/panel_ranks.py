@@ -13,7 +13,8 @@ from dpmon.model.communication import Communication
 from dpmon.model.nodes import SILENT
 from dpmon.model.rank_stats import MAX_LEAST_WAITING
 from dpmon.model.recent_calls import CallTimings
-from dpmon.model.run_snapshot import MAX_LISTED_RANKS, Process
+from dpmon.model.run_analysis import MAX_LISTED_RANKS
+from dpmon.model.run_process import Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, short_sentence, straggler_sentence
 from dpmon.record.schema import WAIT
 from dpmon.record.shared_names import node_suffix
@@ -59,7 +60,8 @@ def is_shown(screen: ScreenData) -> bool:
 
 def _process_calls(screen: ScreenData, max_rows: int) -> list[tuple[Process, CallTimings | None]]:
     """Return at most `max_rows` processes, each with its chosen or newest call."""
-    return _pair_with_calls(screen, screen.state.training_processes[: max(max_rows, 1)])
+    first = screen.state.current_processes(screen.state.order[: max(max_rows, 1)])
+    return _pair_with_calls(screen, first)
 
 
 def _pair_with_calls(screen: ScreenData, processes: Iterable[Process]) -> list[tuple[Process, CallTimings | None]]:
@@ -210,7 +212,7 @@ def _table_ranks(screen: ScreenData, communication: Communication) -> list[_Rank
         other_ranks = (rank for rank in communication.ranks_by_wait if rank.process not in first_processes)
         times = islice(chain(first_ranks, other_ranks), _max_table_rows(screen))
     shown_times = [rank for rank in times if rank.process in screen.state.processes]
-    rows = _pair_with_calls(screen, (screen.state.processes[rank.process] for rank in shown_times))
+    rows = _pair_with_calls(screen, screen.state.current_processes(rank.process for rank in shown_times))
     return [_RankRow(process, track, rank) for (process, track), rank in zip(rows, shown_times, strict=True)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.model.recent_calls import CallTimings, TimePercentiles
-from dpmon.model.run_snapshot import Process
+from dpmon.model.run_process import Process
 from dpmon.record.record_types import Call, Replica, Size, Stage, count_rows
 from dpmon.record.schema import TRAINING
 from dpmon.report.tables import PART_TIMES

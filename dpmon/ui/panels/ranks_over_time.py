@@ -25,9 +25,11 @@ def render_over_time(
 
     If not all ranks fit in `height` rows, show only stragglers, or nothing.
     """
-    waits, process, straggler = screen.state.rank_waits, screen.process, screen.state.straggler
     chart_width = width - _LABEL_CELLS - _SHARE_CELLS
-    if waits is None or process is None or not any(waits.shares.values()) or chart_width < _MIN_CHART_CELLS:
+    if chart_width < _MIN_CHART_CELLS or height < 2 + with_heading:
+        return []
+    waits, process, straggler = screen.state.rank_waits, screen.process, screen.state.straggler
+    if waits is None or process is None or not any(waits.shares.values()):
         return []
     ranks = sorted(waits.shares)
     if len(ranks) + 1 + with_heading > height:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, build_communication
 from dpmon.model.device_memory import DeviceMemory
-from dpmon.model.device_usage import DeviceUsage, DeviceUsageBuilder, HostUsage
+from dpmon.model.device_usage import DeviceUsage, HostUsage, SampledDevices
 from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
@@ -48,8 +48,7 @@ from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRA
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import read_collective_sums
-from dpmon.store.device_rollups import read_device_minutes
-from dpmon.store.events import iter_events, read_events
+from dpmon.store.events import read_events
 from dpmon.store.gaps import Gap, read_gaps
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
 from dpmon.store.shapes import read_shapes
@@ -437,24 +436,19 @@ class RunAnalysis(LazyFacts):
     # ------------------------------------------------------------------------------------------ devices
 
     @cached_property
-    def samples(self) -> DeviceUsageBuilder:
+    def samples(self) -> SampledDevices:
         """The samples of GPUs and host."""
-        usage = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _FOREVER_NS))
-        for row in read_device_minutes(self.store):
-            usage.add_rollup(row)
-        for event in iter_events(self.store, "device", "host"):
-            usage.add_sample(event.kind, event.data)
-        return usage
+        return SampledDevices(self.store, all_paused_intervals(self.pauses, self.window.step_intervals, _FOREVER_NS))
 
     @cached_property
     def devices(self) -> tuple[DeviceUsage, ...]:
         """Each sampled GPU."""
-        return self.samples.gpus()
+        return self.samples.gpus
 
     @cached_property
     def host(self) -> HostUsage | None:
         """The CPU use of the host; None if it was not sampled."""
-        return self.samples.processors()
+        return self.samples.host
 
     # ------------------------------------------------------------------------------------------ long steps
 

@@ -42,7 +42,7 @@ from dpmon.record.schema import SECOND, TRAINING, WARM_UP
 from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
 from dpmon.stalls.run_state import StateInputs
 from dpmon.store.collectives import CollectiveSums, LastSample, read_collective_sums, read_last_sample
-from dpmon.store.events import newest_event_id, read_newest_memory
+from dpmon.store.events import HOST, newest_event_id, read_newest_memory
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
 from dpmon.store.shapes import read_wrapper_types
 from dpmon.store.step_stats import Rate, StatsWindow, StepStats, compute_step_stats
@@ -699,20 +699,19 @@ class RunSnapshot(LazyFacts):
     # ------------------------------------------------------------------------------------------ devices, losses
 
     @cached_property
-    def _samples(self) -> DeviceSampleCache:
+    def _histories(self) -> Mapping[int, DeviceHistory]:
         node = self.request.node
-        self._caches.samples.read(self.store, node_of(self.nodes, self.representative) if node is None else node)
-        return self._caches.samples
+        return self._caches.samples.read(self.store, node_of(self.nodes, self.representative) if node is None else node)
 
     @cached_property
     def devices(self) -> Mapping[int, DeviceHistory]:
         """The GPUs by index."""
-        return dict(sorted(self._samples.devices().items()))
+        return {index: history for index, history in self._histories.items() if index != HOST}
 
     @cached_property
     def host(self) -> DeviceHistory:
         """The host; without data if it was not sampled."""
-        return self._samples.host_history()
+        return self._histories.get(HOST, DeviceHistory())
 
     @cached_property
     def losses(self) -> tuple[LossCurve, ...]:

@@ -40,8 +40,27 @@ HOST = -1
 """Device index of the host."""
 _MAX_PROCESS_EVENTS = 64
 """How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
-_SAMPLED = ("util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w")
-"""The values of a sample for the charts; a sample has one of the first two."""
+SAMPLE_FIELDS = {
+    "util_pct": "util",
+    "cpu_pct": "util",  # of the host
+    "mem_used_bytes": "mem_used",
+    "mem_total_bytes": "mem_total",
+    "power_w": "power",
+    "mem_run_bytes": "mem_run",
+    "run_mem_bytes": "mem_run",  # of the host
+    "temperature_c": "temperature",
+    "sm_clock_mhz": "clock",
+    "run_cpu_pct": "run_cpu",
+    "load_1m": "load",
+    "cpus": "cpus",
+    "of_run": "of_run",
+    "throttle": "throttle",
+    "name": "name",
+    "uuid": "uuid",
+    "ordinals[0].device": "called",
+    "gpu_absent": "gpu_absent",
+}
+"""The fields of DeviceSample by the members of `device` and `host` events."""
 
 
 class EventRow(NamedTuple):
@@ -62,19 +81,42 @@ class EventRow(NamedTuple):
 EVENTS = StoreTable("events", EventRow, SCHEMA, sent=NUMBERED)
 
 
-class ChartSample(NamedTuple):
-    """The values of one device sample (-1: of the host) for the charts. Unknown values are None."""
+class DeviceSample(NamedTuple):
+    """One sample of a GPU, or of the host of a node (device below 0). Unknown values are None."""
 
     id: int
     t_ns: int
     device: int
+    """Index of the GPU; HOST for the host, HOST - n for that of node n."""
     util: float | None
-    """Utilization of the device, or of the host's CPU cores (%)."""
+    """Utilization of the GPU, or of the host's CPU cores (%)."""
     mem_used: float | None
-    """Memory in use (bytes); `mem_total` is in bytes, too."""
+    """Memory in use (bytes); `mem_total` and `mem_run` are in bytes, too."""
     mem_total: float | None
     power: float | None
     """Watts."""
+    mem_run: float | None = None
+    temperature: float | None = None
+    clock: float | None = None
+    """Clock of the GPU (MHz)."""
+    run_cpu: float | None = None
+    """CPU use of the run's processes; 100 is one core (%)."""
+    load: float | None = None
+    cpus: int | None = None
+    of_run: int | None = None
+    """1 if the run uses the GPU, 0 if it does not."""
+    throttle: str | None = None
+    """The reasons for throttling, as JSON."""
+    name: str | None = None
+    uuid: str | None = None
+    called: str | None = None
+    """Name of the GPU in the run's processes, such as cuda:0."""
+    gpu_absent: str | None = None
+    """On the host: why there are no GPUs."""
+
+
+_CHART_FIELDS = ("util", "mem_used", "mem_total", "power")
+_FLOAT_FIELDS = (*_CHART_FIELDS, "mem_run", "temperature", "clock", "run_cpu", "load")
 
 
 @lru_cache(maxsize=1024)  # every frame of the screen needs the same lasting events
@@ -118,11 +160,6 @@ def read_events(store: Store, *kinds: str, limit: int = -1) -> list[Event]:
     condition = f"{_of_kinds(kinds)} AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
     rows = EVENTS.select(store.connection, condition, (*kinds, store.until_ns, limit))
     return [row.event for row in rows][::-1]
-
-
-def iter_events(store: Store, *kinds: str) -> Iterator[Event]:
-    """Yield all events of some kinds, one at a time: all device samples together may not fit into memory."""
-    return (row.event for row in EVENTS.select(store.connection, f"{_of_kinds(kinds)} ORDER BY id", kinds))
 
 
 def _of_kinds(kinds: Sequence[str]) -> str:
@@ -171,25 +208,32 @@ def read_newest_memory(store: Store, processes: Sequence[int], until_ns: int = L
     return {process: parse_event(text) for process, text in store.query(query, (min(until_ns, store.until_ns),))}
 
 
-def read_chart_samples(store: Store, duration_ns: int, after_id: int = 0, node: int | None = None) -> list[ChartSample]:
-    """Return the device and host samples of the last `duration_ns` before the newest one, in order.
+def iter_samples(
+    store: Store, since_ns: int = 0, *, after_id: int = 0, node: int | None = None, for_charts: bool = False
+) -> Iterator[DeviceSample]:
+    """Yield the samples of GPUs and hosts from a time (ns) up to the time of the store, in order.
 
-    `after_id`: return all samples after this id instead. `node`: return only the samples of this node.
+    `after_id`: only samples after this id. `node`: only those of this node. `for_charts`: without the fields that have
+    a default.
     """
-    if after_id:
-        condition, lower_bound = "id > ? AND +t_ns <= ?", after_id
-    else:
-        newest_ns = last_sample_ns(store.connection) or 0
-        condition, lower_bound = "t_ns >= ? AND t_ns <= ?", min(newest_ns, store.until_ns) - duration_ns
     # SQLite parses the JSON ten times as fast as Python.
-    index, *values = (f"json_extract(json, '$.{name}')" for name in ("index", *_SAMPLED))
-    util, cpu, *others = (f"CAST({value} AS REAL)" for value in values)
+    fields = _CHART_FIELDS if for_charts else dict.fromkeys(SAMPLE_FIELDS.values())
+    host = f"{HOST} - ifnull(json_extract(json, '$.node'), 0)"
     query = (
-        f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {HOST} ELSE {index} END AS device,"
-        f" CASE kind WHEN 'host' THEN {cpu} ELSE {util} END, {', '.join(others)} FROM events WHERE {condition}"
-        f" AND {_IS_SAMPLE} AND (?3 IS NULL OR process = -1 - ?3) AND typeof(device) = 'integer' ORDER BY id"
+        f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {host} ELSE json_extract(json, '$.index') END AS device,"
+        f" {', '.join(map(_sample_column, fields))} FROM events"
+        f" WHERE {'id > ?1 AND +t_ns >= ?2 AND +t_ns <= ?3' if after_id else 't_ns >= ?2 AND t_ns <= ?3 AND id > ?1'}"
+        f" AND {_IS_SAMPLE} AND (?4 IS NULL OR process = -1 - ?4) AND typeof(device) = 'integer' ORDER BY id"
     )
-    return [ChartSample(*row) for row in store.query(query, (lower_bound, store.until_ns, node))]
+    rows = store.connection.rows(query, (after_id, since_ns, store.until_ns, node))
+    return (DeviceSample(*row) for row in rows)
+
+
+def _sample_column(field: str) -> str:
+    """Return the SQL expression of a field of DeviceSample."""
+    values = [f"json_extract(json, '$.{member}')" for member, name in SAMPLE_FIELDS.items() if name == field]
+    value = f"coalesce({', '.join(values)}, NULL)"
+    return f"CAST({value} AS REAL)" if field in _FLOAT_FIELDS else value
 
 
 def read_sample(store: Store, event_id: int) -> Event | None:

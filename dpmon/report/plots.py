@@ -10,7 +10,7 @@ from dpmon.model.mode_stats import slowest_first
 from dpmon.model.nodes import gpu_name
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ModeChange
-from dpmon.model.step_history import PARTS, Bin
+from dpmon.model.step_history import Column
 from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
@@ -59,7 +59,7 @@ def _time_span(run: RunAnalysis) -> TimeSpan:
     return TimeSpan(_to_seconds(start_ns), _to_seconds(end_ns), plot_marks)
 
 
-def _other_kind_marks(bins: Sequence[Bin]) -> list[TimeMark]:
+def _other_kind_marks(bins: Sequence[Column]) -> list[TimeMark]:
     """Return the times of steps of other kinds than the main kind, in which adjacent bins are merged."""
     marks: list[TimeMark] = []
     for time_bin in sorted(bins, key=lambda time_bin: time_bin.start_ns):
@@ -74,7 +74,7 @@ def _is_mode_switch(change: ModeChange) -> bool:
     return change.t_ns is not None and change.requested_by != "start" and change.refused is None
 
 
-def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
+def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Column]]]:
     """Return title, color and bins of each mode; other kinds of steps are separate, in other colors."""
     all_stats = (*run.modes, *run.other_modes)
     titles = {(stats.other_kind, stats.mode): sentences.mode_title(stats) for stats in all_stats}
@@ -96,7 +96,7 @@ def _to_seconds(ns: int) -> float:
     return round(ns / 1e9, 3)
 
 
-def _points_over_time(bins: Sequence[Bin], value: Callable[[Bin], float]) -> list[tuple[float, float, float]]:
+def _points_over_time(bins: Sequence[Column], value: Callable[[Column], float]) -> list[tuple[float, float, float]]:
     return [(_to_seconds(b.start_ns), _to_seconds(b.end_ns), round(value(b), 6)) for b in bins]
 
 
@@ -105,7 +105,7 @@ def _step_time_plot(run: RunAnalysis) -> Plot | None:
         return None
     series = []
     for title, color, bins in _bins_by_mode(run):
-        means = _points_over_time(bins, lambda time_bin: time_bin.wall_ns / time_bin.steps / 1e6)
+        means = _points_over_time(bins, lambda time_bin: time_bin.wall_ns / time_bin.count / 1e6)
         longest = _points_over_time(bins, lambda time_bin: time_bin.longest_ns / 1e6)
         series.append(PlotSeries(f"{title}: mean", color, means, "steps"))
         series.append(PlotSeries(f"{title}: longest", color, longest, "dots"))
@@ -139,22 +139,23 @@ def _throughput_plot(run: RunAnalysis) -> Plot | None:
     return Plot("speed", "Throughput", note, series, "samples per second")
 
 
-def _part_series(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]]) -> list[PlotSeries]:
+def _part_series(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Column]]) -> list[PlotSeries]:
     """Return a series for each part of a step that took any time: at each place, the mean over a group of steps."""
-    names = [name for name in _PHASE_ORDER if any(b.parts[PARTS.index(name)] for bins in groups for b in bins)]
-    series = []
-    for name in names:
-        part_index = PARTS.index(name)
-        means = (sum(b.parts[part_index] for b in bins) / sum(b.steps for b in bins) for bins in groups)
+    series: list[PlotSeries] = []
+    for index, name in enumerate(_PHASE_ORDER):
+        means = [sum(b.phases[index] for b in bins) / sum(b.count for b in bins) for bins in groups]
+        if not any(means):
+            continue
         points = [(*place, round(mean / 1e6, 6)) for place, mean in zip(places, means, strict=True)]
-        label = "other forward" if name == "forward" and "parallel_apply" in names else name
+        has_split = any(previous.name == "parallel_apply" for previous in series)
+        label = "other forward" if name == "forward" and has_split else name
         series.append(PlotSeries(label, _COLORS[name], points, "bars"))
     return series
 
 
 def _parts_plot(run: RunAnalysis) -> Plot | None:
     # One bar per interval, whatever its modes: two bars would cover each other.
-    bins_by_end: dict[int, list[Bin]] = {}
+    bins_by_end: dict[int, list[Column]] = {}
     for time_bin in run.binned_steps.bins:
         if not time_bin.other_kind:
             bins_by_end.setdefault(time_bin.end_ns, []).append(time_bin)

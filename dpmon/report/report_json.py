@@ -13,9 +13,9 @@ from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.step_history import PARTS, Bin
+from dpmon.model.step_history import Column
 from dpmon.model.stragglers import RankTimes, Straggler, straggler_sentence
-from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING
+from dpmon.record.schema import EVALUATION, PHASES, STEP_KINDS, TRAINING
 from dpmon.report import tables
 from dpmon.report.report_data import ReportData
 from dpmon.store.loss_table import LossBin
@@ -189,14 +189,15 @@ def _mode_comparison_members(run: RunAnalysis) -> dict[str, object] | None:
     }
 
 
-def _bin_members(time_bin: Bin) -> dict[str, object]:
+def _bin_members(time_bin: Column) -> dict[str, object]:
     return {
-        **fields_of(time_bin, "start_ns", "end_ns", "steps", "elapsed_ns", "longest_ns", "samples"),
+        **fields_of(time_bin, "start_ns", "end_ns", "elapsed_ns", "longest_ns", "samples"),
+        "steps": time_bin.count,
         "evaluation": time_bin.kind == EVALUATION,
         "step_kind": STEP_KINDS[time_bin.kind],
         "mode": time_bin.mode or None,
-        "mean_ms": time_bin.wall_ns / time_bin.steps / 1e6,
-        "parts_ms": {name: part_ns / 1e6 for name, part_ns in zip(PARTS, time_bin.parts, strict=True)},
+        "mean_ms": time_bin.wall_ns / time_bin.count / 1e6,
+        "parts_ms": {phase.name: ns / 1e6 for phase, ns in zip(PHASES, time_bin.phases, strict=True)},
     }
 
 

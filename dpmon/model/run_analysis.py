@@ -28,7 +28,6 @@ from dpmon.model.layouts import (
 )
 from dpmon.model.loss_curves import LossCurve, read_loss_curves
 from dpmon.model.mode_comparison import Comparison, compare_modes, first_with_both
-from dpmon.model.mode_stats import ModeStats, RankSummary
 from dpmon.model.pauses import (
     Pause,
     PauseTotals,
@@ -38,21 +37,21 @@ from dpmon.model.pauses import (
     build_pauses,
     pause_totals,
 )
+from dpmon.model.rank_stats import RankSummary
 from dpmon.model.rank_waits import RankWaits, read_rank_waits
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_events import LoaderStart, ProcessInfo, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import DEFAULT_REQUEST, LazyFacts, RunSnapshot, SnapshotRequest
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
-from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
-from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, TRAINING, WARM_UP, device_series, step_kind
 from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import read_collective_sums
 from dpmon.store.events import read_events
 from dpmon.store.gaps import Gap, read_gaps
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
 from dpmon.store.shapes import read_shapes
-from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats
+from dpmon.store.step_stats import StatsWindow, StepStats, account_for_elapsed, compute_step_stats
 from dpmon.store.steps import StepRow, find_next_step_ns, read_longest_steps, read_steps
 from dpmon.store.tally import Tally
 from dpmon.store.tally_tables import read_tally_rows
@@ -231,42 +230,42 @@ class RunAnalysis(LazyFacts):
             return self._focus
         return candidates[0]
 
-    def mode(self, mode: str, kind: int | None = None, process: int | None = None) -> ModeStats:
+    def mode(self, mode: str, kind: int | None = None, process: int | None = None) -> StepStats:
         """Return the metrics of a mode for `process`, by default the representative one; `rate` is of all.
 
         `kind`: the kind of its steps; None for the main kind.
         """
         kind = self.window.main_kind if kind is None else kind
         process = self.representative_process(mode, kind) if process is None else process
-        whole = self._mode(mode, kind, process, self.window.tally(mode, kind, process))
-        tally = self.window.tally(mode, kind, process, without_warmup=True)
-        settled = replace(self._mode(mode, kind, process, tally), warm_up_steps=whole.steps - tally.steps)
-        return replace(whole, settled=settled)
-
-    def _mode(self, mode: str, kind: int, process: int, tally: Tally) -> ModeStats:
-        stats = compute_step_stats(mode, tally=tally, rate=self.window.rate(mode, kind), kind=kind)
-        phases = {phase.name: phase for phase in stats.phases if phase.ran}
-        ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
-        return ModeStats(
-            **{**vars(stats), "phases": ordered},
-            virtual=self.layouts.virtual and mode == "dp",
-            distributed=self.layouts.distributed_by_kind.get(kind) if mode == "single" else None,
-            process=process,
-            process_name=self.names.get(process),
-            other_kind=self.store.other_kind(kind),
+        whole, settled = (
+            replace(
+                compute_step_stats(
+                    mode,
+                    tally=self.window.tally(mode, kind, process, without_warmup=without_warmup),
+                    rate=self.window.rate(mode, kind),
+                    kind=kind,
+                ),
+                process=process,
+                process_name=self.names.get(process),
+                other_kind=self.store.other_kind(kind),
+                virtual=self.layouts.virtual and mode == "dp",
+                distributed=self.layouts.distributed_by_kind.get(kind) if mode == "single" else None,
+            )
+            for without_warmup in (False, True)
         )
+        return replace(whole, settled=replace(settled, warm_up_steps=whole.steps - settled.steps))
 
     @cached_property
-    def other_modes(self) -> list[ModeStats]:
+    def other_modes(self) -> list[StepStats]:
         """Each mode with its steps of another kind than the main kind."""
         return [self.mode(mode, kind) for mode, kind in self.window.other_modes]
 
     @cached_property
-    def modes(self) -> tuple[ModeStats, ...]:
+    def modes(self) -> tuple[StepStats, ...]:
         """Each mode with its steps of the main kind, and the first and the last third of these."""
         return tuple(self._with_thirds(self.mode(mode)) for mode in self.window.modes)
 
-    def _with_thirds(self, stats: ModeStats) -> ModeStats:
+    def _with_thirds(self, stats: StepStats) -> StepStats:
         """Add the first and the last third of the steps, if there are enough steps."""
         rows = [
             (start_s, tally)
@@ -298,7 +297,7 @@ class RunAnalysis(LazyFacts):
         return max(steps_by_process.values(), default=0)
 
     @cached_property
-    def other_process_modes(self) -> tuple[ModeStats, ...]:
+    def other_process_modes(self) -> tuple[StepStats, ...]:
         """The same modes by each other process, without `early` and `late`."""
         others = (
             self.mode(stats.mode, process=process)

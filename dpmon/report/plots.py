@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
-from dpmon.model.mode_stats import slowest_first
 from dpmon.model.nodes import gpu_name
+from dpmon.model.rank_stats import slowest_first
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ModeChange
 from dpmon.model.step_history import Column

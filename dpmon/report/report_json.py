@@ -10,7 +10,6 @@ from dpmon.model.device_usage import DeviceUsage, HostUsage
 from dpmon.model.epoch_progress import Progress, format_progress
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.mode_comparison import verdict_sentence
-from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import Column
@@ -19,7 +18,7 @@ from dpmon.record.schema import EVALUATION, PHASES, STEP_KINDS, TRAINING
 from dpmon.report import tables
 from dpmon.report.report_data import ReportData
 from dpmon.store.loss_table import LossBin
-from dpmon.store.step_stats import quantities_to_json, rate_to_json
+from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.text.fact_table import fields_of
 
 _MAX_GAPS = 100
@@ -110,7 +109,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
     }
 
 
-def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
+def _mode_members(run: RunAnalysis, stats: StepStats) -> dict[str, object]:
     return {
         **tables.mode_table(run).as_json(stats),
         "rank": run.rank(stats.process),
@@ -121,7 +120,7 @@ def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
         **rate_to_json(stats.rate),
         "phases": {
             phase.name: {**tables.PHASES.as_json(phase), "device_count": phase.device_count, "count": phase.ran}
-            for phase in stats.phases
+            for phase in stats.ran_phases
         },
         "quantities": quantities_to_json(stats.known_quantities),
     }

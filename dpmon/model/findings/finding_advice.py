@@ -13,9 +13,9 @@ from dpmon.text.formatting import format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.device_usage import HostUsage
-    from dpmon.model.mode_stats import ModeStats
     from dpmon.model.run_analysis import RunAnalysis
     from dpmon.model.run_events import LoaderStart
+    from dpmon.store.step_stats import StepStats
 
 WORTH_A_WORKER_NS = 1_000_000
 """Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
@@ -30,7 +30,7 @@ RARE_FETCH_RATIO = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
 
-def data_advice(stats: ModeStats, run: RunAnalysis) -> str:
+def data_advice(stats: StepStats, run: RunAnalysis) -> str:
     """Return advice for a training that waits for its loader."""
     fetch = stats.phase("data")
     median = None if fetch is None else fetch.median_ns

@@ -33,7 +33,7 @@ from dpmon.store.steps import StepRow
 from dpmon.text.formatting import format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
-    from dpmon.model.mode_stats import ModeStats
+    from dpmon.store.step_stats import StepStats
 
 MIN_COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -70,7 +70,7 @@ _LONG_STEP_ADVICE = {
 }
 
 
-def _is_only_rank_waiting(straggler: Straggler, stats: ModeStats) -> bool:
+def _is_only_rank_waiting(straggler: Straggler, stats: StepStats) -> bool:
     """Return whether waits for data make the straggler slow, while the other ranks hardly wait for data."""
     if straggler.phase != "data" or straggler.others_ns is None or stats.mean_ns is None or straggler.steps < MIN_STEPS:
         return False
@@ -105,7 +105,7 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
         )
 
 
-def _affected_processes_text(stats: ModeStats, run: RunAnalysis) -> str:
+def _affected_processes_text(stats: StepStats, run: RunAnalysis) -> str:
     """Return in how many processes the wait for data reaches MIN_DATA_SHARE; empty for one process."""
     if stats.process_name is None:
         return ""
@@ -120,7 +120,7 @@ def find_slow_copies(run: RunAnalysis) -> Iterator[Finding]:
     Only device times count: on the host, a copy may also wait for other work.
     """
 
-    def copy_share(mode: ModeStats) -> float:
+    def copy_share(mode: StepStats) -> float:
         phase = mode.phase("copy")
         return (phase.device_share or 0.0) if phase is not None and is_timed(phase) else 0.0
 
@@ -265,14 +265,14 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _longest_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
+def _longest_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
     """Return the longest steps of a process in a mode, the longest first, without those that wait for input."""
     steps = run.longest_steps[:MAX_LONG_STEPS]
     own_steps = [step for step in steps if (step.process, step.mode) == (stats.process, stats.mode)]
     return [step for step in own_steps if not _waits_for_input(step, run)]
 
 
-def _long_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
+def _long_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
     """Return those of the longest steps that are far above the median; none if the steps vary widely anyway."""
     if not stats.median_ns or _spread_ratio(stats) >= MIN_SPREAD_RATIO:
         return []
@@ -369,7 +369,7 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _slow_fetches_s(stats: ModeStats) -> float:
+def _slow_fetches_s(stats: StepStats) -> float:
     """Return the time (s) by which fetches exceed the median, such as the first of each epoch."""
     fetch = stats.phase("data")
     if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
@@ -409,7 +409,7 @@ def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
     return largest
 
 
-def _spread_ratio(stats: ModeStats) -> float:
+def _spread_ratio(stats: StepStats) -> float:
     return (stats.p95_ns or 0.0) / stats.median_ns if stats.median_ns else 0.0
 
 
@@ -419,7 +419,7 @@ def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
         # If 1 in 20 steps waited for input, that alone explains the p95.
         is_input_wait = len(run.announced.inputs) >= stats.steps / 20
         if (stats.p95_ns or 0) >= MIN_SPREAD_P95_NS and not is_input_wait:
-            share, phase = max(((phase.share or 0.0, phase.name) for phase in stats.phases), default=(0.0, "none"))
+            share, phase = max(((phase.share or 0.0, phase.name) for phase in stats.ran_phases), default=(0.0, "none"))
             yield Finding(
                 "spread",
                 f"Step times{rank_suffix(stats)} vary widely{mode_suffix(stats, run)}: 1 in 20 steps takes at least"

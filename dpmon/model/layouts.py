@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def format_sizes(inputs: str | None, outputs: str | None, unfinished: str = "siz
     return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
 
 
-class _PartTimes:
+class PartTimes:
     """The columns of tables that replicas and stages share."""
 
     __slots__ = ()
@@ -49,8 +49,18 @@ class _PartTimes:
         return self.on_device.count
 
 
+def merge_times(tallies: Iterable[Tally], *names: str) -> tuple[SeriesStats, SeriesStats]:
+    """Return the host times and the device times of some series in all tallies."""
+    host, on_device = SeriesStats(), SeriesStats()
+    for tally in tallies:
+        for name in names:
+            host.merge(tally.stat(name))
+            on_device.merge(tally.stat(device_series(name)))
+    return host, on_device
+
+
 @dataclass(frozen=True, slots=True)
-class StageSizes(_PartTimes):
+class StageSizes(PartTimes):
     """The inputs and outputs of one stage of a model on several devices. Times cover only calls in which it ended."""
 
     root: str
@@ -88,7 +98,7 @@ class IdleDeviceCounts(NamedTuple):
 
 
 @dataclass(slots=True)
-class ReplicaStats(_PartTimes):
+class ReplicaStats(PartTimes):
     """One replica on one device in one mode, over all calls of one kind: the host and device times of its forward."""
 
     mode: str

@@ -18,7 +18,6 @@ from dpmon.record.schema import SECOND
 from dpmon.store.device_rollups import DeviceRollup, read_device_minutes
 from dpmon.store.events import (
     HOST,
-    SAMPLE_FIELDS,
     DeviceSample,
     iter_samples,
     last_sample_ns,
@@ -41,13 +40,16 @@ _MODES_SEARCHED = 16
 POINTS = 400
 """Most time buckets per device."""
 _HIGHEST = {
-    "mem_used": "mem_used_max",
-    "mem_run": "mem_run_max",
-    "mem_total": "mem_total",
-    "temperature": "temperature_max",
-    "power": "power_max",
+    "mem_used_bytes": "mem_used_max",
+    "mem_run_bytes": "mem_run_max",
+    "run_mem_bytes": "mem_run_max",  # of the host
+    "mem_total_bytes": "mem_total",
+    "temperature_c": "temperature_max",
+    "power_w": "power_max",
 }
-"""Fields of samples that are reported by their highest value, and the fields of DeviceUsage that hold it."""
+"""Members of samples that are reported by their highest value, and the fields of DeviceUsage that hold it."""
+_FIRST_SUM = {"util_pct": 0, "cpu_pct": 0, "mem_used_bytes": 2}
+"""Members of samples that charts of the whole run show, and their first place in DeviceUsage.sums."""
 
 
 class DeviceHistory(NamedTuple):
@@ -115,7 +117,7 @@ class DeviceSampleCache:
             elif missing:
                 last = values[-1] if missing < _GAP_S else (None, None, None)
                 values.extend([last] * min(missing, HISTORY_S))
-        values.append((sample.util, _share_pct(sample.mem_used, sample.mem_total), sample.power))
+        values.append((sample.use_pct, _share_pct(sample.mem_used_bytes, sample.mem_total_bytes), sample.power_w))
         self._newest[index] = sample
 
 
@@ -205,38 +207,35 @@ class DeviceUsage:
     def add(self, sample: DeviceSample, bucket_ns: int, *, is_paused: bool) -> None:
         """Add a sample. `bucket_ns`: the middle of its bucket."""
         self.samples += 1
-        self.name, self.uuid, self.called = (
-            sample.name or self.name,
-            sample.uuid or self.uuid,
-            sample.called or self.called,
-        )
+        self.name, self.uuid = sample.name or self.name, sample.uuid or self.uuid
+        for ordinal in json.loads(sample.ordinals or "[]")[:1]:
+            self.called = ordinal["device"]
         if sample.of_run is not None:
             self.of_run = bool(self.of_run or sample.of_run)
         if sample.throttle is not None:
             self.throttle_samples += 1
             self.throttled.update(json.loads(sample.throttle))
-        if sample.util is not None and not is_paused:
-            self.util.append(sample.util)
-        if sample.clock is not None and not is_paused:
-            self.clocks.append(sample.clock)
+        if sample.use_pct is not None and not is_paused:
+            self.util.append(sample.use_pct)
+        if sample.sm_clock_mhz is not None and not is_paused:
+            self.clocks.append(sample.sm_clock_mhz)
         for name in _HIGHEST:
             self.raise_highest(name, getattr(sample, name))
-        for name in ("util", "mem_used"):
-            if (value := getattr(sample, name)) is not None:
-                self.add_to_bucket(bucket_ns, name, value, 1)
+        for name in _FIRST_SUM:
+            self.add_to_bucket(bucket_ns, name, getattr(sample, name))
 
     def raise_highest(self, name: str, value: float | None) -> None:
-        """Raise the highest value of a field of samples."""
+        """Raise the highest value of a member of samples."""
         if value is not None:
             previous = getattr(self, _HIGHEST[name])
-            setattr(self, _HIGHEST[name], value if previous is None else max(previous, value))
+            setattr(self, _HIGHEST[name], float(value) if previous is None else max(previous, float(value)))
 
-    def add_to_bucket(self, bucket_ns: int, name: str, total: float, count: int) -> None:
-        """Add a sum of "util" or "mem_used", and its number of values, to the bucket with this middle."""
-        sums = self.sums.setdefault(bucket_ns, [0.0, 0, 0.0, 0])
-        first = 0 if name == "util" else 2
-        sums[first] += total
-        sums[first + 1] += count
+    def add_to_bucket(self, bucket_ns: int, name: str, total: float | None, count: int = 1) -> None:
+        """Add the sum of some values of a member of samples to the bucket with this middle, if charts show it."""
+        if total is not None and name in _FIRST_SUM:
+            sums = self.sums.setdefault(bucket_ns, [0.0, 0, 0.0, 0])
+            sums[_FIRST_SUM[name]] += total
+            sums[_FIRST_SUM[name] + 1] += count
 
 
 class HostUsage(NamedTuple):
@@ -293,25 +292,25 @@ class SampledDevices:
 
     def _add_rollup(self, row: DeviceRollup) -> None:
         """Add one member of the deleted samples of a minute: its highest value, sum and number."""
-        usage, name = self._usage(row.device), SAMPLE_FIELDS.get(row.name)
-        if name in _HIGHEST:
-            usage.raise_highest(name, row.high)
-        if name in ("util", "mem_used") and row.start_s >= 0:  # old minutes are summed up without their times
-            usage.add_to_bucket(self._bucket_of((row.start_s + 30) * SECOND), name, row.total, row.count)
+        usage = self._usage(row.device)
+        if row.name in _HIGHEST:
+            usage.raise_highest(row.name, row.high)
+        if row.start_s >= 0:  # old minutes are summed up without their times
+            usage.add_to_bucket(self._bucket_of((row.start_s + 30) * SECOND), row.name, row.total, row.count)
 
     def _add_host(self, sample: DeviceSample, *, is_paused: bool) -> None:
         """Add the CPU use, in total and by the run."""
         self.gpu_absent = sample.gpu_absent
-        if sample.run_cpu is None:
+        if sample.run_cpu_pct is None:
             return
-        own = sample.run_cpu / 100
-        if sample.cpus is not None and sample.util is not None and not is_paused:
+        own = sample.run_cpu_pct / 100
+        if sample.cpus is not None and sample.cpu_pct is not None and not is_paused:
             self._cpus = sample.cpus
-            self._use.append(sample.util)
+            self._use.append(sample.cpu_pct)
             self._own.append(own)
-            self._others.append(max(sample.util * sample.cpus / 100 - own, 0.0))
-            if sample.load is not None:
-                self._load.append(sample.load)
+            self._others.append(max(sample.cpu_pct * sample.cpus / 100 - own, 0.0))
+            if sample.load_1m is not None:
+                self._load.append(sample.load_1m)
         if sample.device == HOST and (not self._at or sample.t_ns > self._at[-1]):
             self._spent.append(self._spent[-1] + own * (sample.t_ns - self._at[-1]) if self._at else 0.0)
             self._at.append(sample.t_ns)

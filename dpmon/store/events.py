@@ -40,27 +40,6 @@ HOST = -1
 """Device index of the host."""
 _MAX_PROCESS_EVENTS = 64
 """How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
-SAMPLE_FIELDS = {
-    "util_pct": "util",
-    "cpu_pct": "util",  # of the host
-    "mem_used_bytes": "mem_used",
-    "mem_total_bytes": "mem_total",
-    "power_w": "power",
-    "mem_run_bytes": "mem_run",
-    "run_mem_bytes": "mem_run",  # of the host
-    "temperature_c": "temperature",
-    "sm_clock_mhz": "clock",
-    "run_cpu_pct": "run_cpu",
-    "load_1m": "load",
-    "cpus": "cpus",
-    "of_run": "of_run",
-    "throttle": "throttle",
-    "name": "name",
-    "uuid": "uuid",
-    "ordinals[0].device": "called",
-    "gpu_absent": "gpu_absent",
-}
-"""The fields of DeviceSample by the members of `device` and `host` events."""
 
 
 class EventRow(NamedTuple):
@@ -82,41 +61,40 @@ EVENTS = StoreTable("events", EventRow, SCHEMA, sent=NUMBERED)
 
 
 class DeviceSample(NamedTuple):
-    """One sample of a GPU, or of the host of a node (device below 0). Unknown values are None."""
+    """One sample of a GPU, or of the host of a node (device below 0): members of its event; unknown values are None."""
 
     id: int
     t_ns: int
     device: int
     """Index of the GPU; HOST for the host, HOST - n for that of node n."""
-    util: float | None
-    """Utilization of the GPU, or of the host's CPU cores (%)."""
-    mem_used: float | None
-    """Memory in use (bytes); `mem_total` and `mem_run` are in bytes, too."""
-    mem_total: float | None
-    power: float | None
-    """Watts."""
-    mem_run: float | None = None
-    temperature: float | None = None
-    clock: float | None = None
-    """Clock of the GPU (MHz)."""
-    run_cpu: float | None = None
-    """CPU use of the run's processes; 100 is one core (%)."""
-    load: float | None = None
+    util_pct: float | None
+    cpu_pct: float | None
+    mem_used_bytes: float | None
+    mem_total_bytes: float | None
+    power_w: float | None
+    mem_run_bytes: int | None = None
+    run_mem_bytes: int | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
     cpus: int | None = None
+    run_cpu_pct: float | None = None
+    load_1m: float | None = None
     of_run: int | None = None
-    """1 if the run uses the GPU, 0 if it does not."""
     throttle: str | None = None
-    """The reasons for throttling, as JSON."""
+    """A list as JSON, as `ordinals`."""
     name: str | None = None
     uuid: str | None = None
-    called: str | None = None
-    """Name of the GPU in the run's processes, such as cuda:0."""
+    ordinals: str | None = None
     gpu_absent: str | None = None
-    """On the host: why there are no GPUs."""
+
+    @property
+    def use_pct(self) -> float | None:
+        """Utilization of the GPU, or of the host's CPU cores (%)."""
+        return self.cpu_pct if self.device < 0 else self.util_pct
 
 
-_CHART_FIELDS = ("util", "mem_used", "mem_total", "power")
-_FLOAT_FIELDS = (*_CHART_FIELDS, "mem_run", "temperature", "clock", "run_cpu", "load")
+_SAMPLE_MEMBERS = DeviceSample._fields[3:]
+_CHART_MEMBERS = _SAMPLE_MEMBERS[: _SAMPLE_MEMBERS.index("power_w") + 1]
 
 
 @lru_cache(maxsize=1024)  # every frame of the screen needs the same lasting events
@@ -213,27 +191,20 @@ def iter_samples(
 ) -> Iterator[DeviceSample]:
     """Yield the samples of GPUs and hosts from a time (ns) up to the time of the store, in order.
 
-    `after_id`: only samples after this id. `node`: only those of this node. `for_charts`: without the fields that have
-    a default.
+    `after_id`: only samples after this id. `node`: only those of this node. `for_charts`: without the members that
+    have a default.
     """
     # SQLite parses the JSON ten times as fast as Python.
-    fields = _CHART_FIELDS if for_charts else dict.fromkeys(SAMPLE_FIELDS.values())
+    members = (f"json_extract(json, '$.{member}')" for member in (_CHART_MEMBERS if for_charts else _SAMPLE_MEMBERS))
     host = f"{HOST} - ifnull(json_extract(json, '$.node'), 0)"
     query = (
         f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {host} ELSE json_extract(json, '$.index') END AS device,"
-        f" {', '.join(map(_sample_column, fields))} FROM events"
+        f" {', '.join(members)} FROM events"
         f" WHERE {'id > ?1 AND +t_ns >= ?2 AND +t_ns <= ?3' if after_id else 't_ns >= ?2 AND t_ns <= ?3 AND id > ?1'}"
         f" AND {_IS_SAMPLE} AND (?4 IS NULL OR process = -1 - ?4) AND typeof(device) = 'integer' ORDER BY id"
     )
     rows = store.connection.rows(query, (after_id, since_ns, store.until_ns, node))
     return (DeviceSample(*row) for row in rows)
-
-
-def _sample_column(field: str) -> str:
-    """Return the SQL expression of a field of DeviceSample."""
-    values = [f"json_extract(json, '$.{member}')" for member, name in SAMPLE_FIELDS.items() if name == field]
-    value = f"coalesce({', '.join(values)}, NULL)"
-    return f"CAST({value} AS REAL)" if field in _FLOAT_FIELDS else value
 
 
 def read_sample(store: Store, event_id: int) -> Event | None:

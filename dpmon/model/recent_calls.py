@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from dpmon.model.layouts import PartTimes, merge_times
+from dpmon.model.layouts import PartTimes
 from dpmon.record.record_types import Call, CallRow, Replica, Stage, Step
 from dpmon.record.schema import is_device_series, step_kind
 from dpmon.sanitize import sanitize_line
@@ -35,8 +35,10 @@ class TimedPart(PartTimes):
     """A replica or a stage of a call, with its times in similar calls."""
 
     part: Replica | Stage
-    time: SeriesStats
-    on_device: SeriesStats
+    time: SeriesStats = field(default_factory=SeriesStats)
+    on_device: SeriesStats = field(default_factory=SeriesStats)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Empty: a panel gives the reasons of the call."""
 
     @property
     def number(self) -> int:
@@ -157,17 +159,16 @@ def _parts_from_calls(call: Call, rows: Sequence[_RowInStep]) -> tuple[TimedPart
 
 def _parts_from_tallies(row: CallRow, call: Call, tallies: Sequence[Tally]) -> tuple[TimedPart, ...]:
     """Return the parts of a call with their times in some tallies."""
-    if call.replicas:
-        return tuple(
-            TimedPart(part, *merge_times(tallies, replica_series(row.layout, index)))
-            for index, part in enumerate(call.replicas)
-        )
-    timed = []
+    timed_parts: list[TimedPart] = []
+    for index, replica in enumerate(call.replicas):
+        timed_parts.append(TimedPart(replica))
+        timed_parts[-1].add_times(tallies, replica_series(row.layout, index))
     for index, (stage, (number, *_)) in enumerate(zip(call.stages, row.parts_or_replica.stages, strict=True)):
         any_sizes = stage_series(row.layout, index, number, 0, 0).removesuffix("0 0")
         names = {name for tally in tallies for name in tally.stats if name.startswith(any_sizes)}
-        timed.append(TimedPart(stage, *merge_times(tallies, *(name for name in names if not is_device_series(name)))))
-    return tuple(timed)
+        timed_parts.append(TimedPart(stage))
+        timed_parts[-1].add_times(tallies, *(name for name in names if not is_device_series(name)))
+    return tuple(timed_parts)
 
 
 def _tallies_of_kind(kind: int, modes: Iterable[str], tallies: Mapping[TallyKey, Tally]) -> list[Tally]:

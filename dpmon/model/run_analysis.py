@@ -24,7 +24,6 @@ from dpmon.model.layouts import (
     StageSizes,
     build_replica_stats,
     count_idle_devices,
-    most_common,
 )
 from dpmon.model.loss_curves import LossCurve, read_loss_curves
 from dpmon.model.mode_comparison import Comparison, compare_modes, first_with_both
@@ -133,7 +132,7 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def stages(self) -> list[StageSizes]:
         """The inputs and outputs of each stage of a model on several devices."""
-        return self.layouts.stages(self.window.tallies)
+        return self.layouts.stages(self.window.tallies_by_process)
 
     @cached_property
     def batches(self) -> list[IdleDeviceCounts]:
@@ -203,7 +202,7 @@ class RunAnalysis(LazyFacts):
             tally.median(STEP),
             rate,
             forward.median,
-            None if forward.count else untimed or most_common(self.layouts.untimed_reasons(process)),
+            None if forward.count else untimed or self.layouts.untimed_reason(process),
             times.get(process),
             self._nodes.get(process),
         )

@@ -111,7 +111,7 @@ _DEVICE_TIME: FactColumn[Any] = FactColumn(
     _ON_DEVICE,
     lambda part: part.device_ns,
     member=_DEVICE_MS,
-    why=lambda part: getattr(part, "untimed", None),
+    why=lambda part: part.untimed,
     is_optional=True,
 )
 PART_TIMES: FactTable[Any] = FactTable(_DEVICE, (_DEVICE, _HOST_TIME, _DEVICE_TIME))

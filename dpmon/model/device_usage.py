@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.device_memory import memory_by_device
 from dpmon.model.run_events import ModeChange
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
-from dpmon.store.device_rollups import DeviceRollup
-from dpmon.store.events import ChartSample, read_chart_samples, read_newest_memory, read_sample
+from dpmon.store.device_rollups import DeviceRollup, read_device_minutes
+from dpmon.store.events import (
+    HOST,
+    DeviceSample,
+    iter_samples,
+    last_sample_ns,
+    read_newest_memory,
+    read_sample,
+)
 from dpmon.store.node_table import NODE_DEVICES
 from dpmon.store.table import LAST_NS
 
 if TYPE_CHECKING:
+    from dpmon.model.pauses import Span
     from dpmon.store.store_queries import Store
 
 HISTORY_S = 640
 """Seconds of samples that the charts need."""
 _GAP_S = 5
 """Shortest time without a sample that is shown as a gap. In a shorter one, the last value is repeated."""
-_HOST = -1
 _MODES_SEARCHED = 16
 """Number of times in a mode that are searched for peaks."""
-_Values = tuple[float | None, float | None, float | None]
 POINTS = 400
 """Most time buckets per device."""
 _HIGHEST = {
@@ -40,14 +47,15 @@ _HIGHEST = {
     "temperature_c": "temperature_max",
     "power_w": "power_max",
 }
-"""Members of records that are reported by their highest value, and the fields of DeviceUsage that hold it."""
+"""Members of samples that are reported by their highest value, and the fields of DeviceUsage that hold it."""
+_FIRST_SUM = {"util_pct": 0, "cpu_pct": 0, "mem_used_bytes": 2}
+"""Members of samples that charts of the whole run show, and their first place in DeviceUsage.sums."""
 
 
 class DeviceHistory(NamedTuple):
     """The newest sample of a GPU, or of the host, and its histories: one value per second, None if unknown."""
 
     data: Mapping[str, object] = {}
-    t_ns: int | None = None
     second: int = -1
     """Time of the newest value."""
     util: tuple[float | None, ...] = ()
@@ -60,67 +68,57 @@ class DeviceHistory(NamedTuple):
     @property
     def mem_pct(self) -> float | None:
         """Used memory in the newest sample, in per cent of the total."""
-        used, total = number_member(self.data, "mem_used_bytes"), number_member(self.data, "mem_total_bytes")
-        return used / total * 100 if used is not None and total else None
+        return _share_pct(number_member(self.data, "mem_used_bytes"), number_member(self.data, "mem_total_bytes"))
 
 
-@dataclass(slots=True)
-class _DeviceWindow:
-    """The newest sample of one device and its values, one per second."""
-
-    id: int = 0
-    t_ns: int = -(1 << 63)
-    data: Mapping[str, object] = field(default_factory=dict)
-    values: deque[_Values] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
-
-    def add(self, sample: ChartSample) -> None:
-        if sample.t_ns < self.t_ns:
-            return
-        used, total = sample.mem_used, sample.mem_total
-        missing = sample.t_ns // SECOND - self.t_ns // SECOND - 1 if self.values else 0
-        if missing < 0:  # a second sample in the same second
-            self.values.pop()
-        elif missing:
-            last = self.values[-1] if missing < _GAP_S else (None, None, None)
-            self.values.extend([last] * min(missing, HISTORY_S))
-        share = used / total * 100 if used is not None and total else None
-        self.values.append((sample.util, share, sample.power))
-        self.id, self.t_ns = sample.id, sample.t_ns
-
-    def as_history(self) -> DeviceHistory:
-        util, mem, power = zip(*self.values, strict=True)
-        return DeviceHistory(self.data, self.t_ns, self.t_ns // SECOND, util, mem, power)
+def _share_pct(used: float | None, total: float | None) -> float | None:
+    return used / total * 100 if used is not None and total else None
 
 
-@dataclass(slots=True)
 class DeviceSampleCache:
     """Reads the samples of the last minutes and caches them: each is read once."""
 
-    _tracks: dict[int, _DeviceWindow] = field(default_factory=dict)
-    _last_id: int = 0
-    _until_ns: int = -1
-    _node: int | None = None
+    def __init__(self) -> None:
+        self._newest: dict[int, DeviceSample] = {}
+        """The newest sample of each device."""
+        self._values: dict[int, deque[tuple[float | None, float | None, float | None]]] = {}
+        """By device, the utilization, share of memory and power of each second."""
+        self._node: int | None = None
+        self._until_ns = -1
 
-    def read(self, store: Store, node: int | None = None) -> None:
-        """Read the new samples up to the time of `store`; `node`: those of a node of several."""
+    def read(self, store: Store, node: int | None = None) -> dict[int, DeviceHistory]:
+        """Return the histories up to the time of `store`, by index of the GPU on its node; HOST: the host.
+
+        `node`: the node of several whose devices are returned.
+        """
         if store.until_ns < self._until_ns or node != self._node:
-            self._tracks, self._last_id = {}, 0
+            self._newest, self._values = {}, {}
         self._until_ns, self._node = store.until_ns, node
-        for sample in read_chart_samples(store, HISTORY_S * SECOND, self._last_id, node):
-            self._last_id = max(self._last_id, sample.id)
-            self._tracks.setdefault(sample.device, _DeviceWindow()).add(sample)
-        for track in self._tracks.values():
-            event = read_sample(store, track.id)
-            members = {} if event is None else event.data
-            track.data = {name: value for name, value in members.items() if value is not None}
+        last_id = max((sample.id for sample in self._newest.values()), default=0)
+        since_ns = min(last_sample_ns(store.connection) or 0, store.until_ns) - HISTORY_S * SECOND
+        for sample in iter_samples(store, since_ns, after_id=last_id, node=node, for_charts=True):
+            self._add(HOST if sample.device < 0 else sample.device % NODE_DEVICES, sample)
+        histories = {}
+        for index, newest in sorted(self._newest.items()):
+            event = read_sample(store, newest.id)
+            known = {} if event is None else {name: value for name, value in event.data.items() if value is not None}
+            util, mem, power = zip(*self._values[index], strict=True)
+            histories[index] = DeviceHistory(known, newest.t_ns // SECOND, util, mem, power)
+        return histories
 
-    def devices(self) -> dict[int, DeviceHistory]:
-        """Return the GPUs by index; on one of several nodes, by their index there."""
-        return {index % NODE_DEVICES: track.as_history() for index, track in self._tracks.items() if index != _HOST}
-
-    def host_history(self) -> DeviceHistory:
-        """Return the host; without data if it was not sampled."""
-        return self._tracks[_HOST].as_history() if _HOST in self._tracks else DeviceHistory()
+    def _add(self, index: int, sample: DeviceSample) -> None:
+        values = self._values.setdefault(index, deque(maxlen=HISTORY_S))
+        if (previous := self._newest.get(index)) is not None:
+            missing = sample.t_ns // SECOND - previous.t_ns // SECOND - 1
+            if sample.t_ns < previous.t_ns:
+                return
+            if missing < 0:  # a second sample in the same second
+                values.pop()
+            elif missing:
+                last = values[-1] if missing < _GAP_S else (None, None, None)
+                values.extend([last] * min(missing, HISTORY_S))
+        values.append((sample.use_pct, _share_pct(sample.mem_used_bytes, sample.mem_total_bytes), sample.power_w))
+        self._newest[index] = sample
 
 
 # ------------------------------------------------------------------------------------------------ memory by mode
@@ -169,7 +167,7 @@ def _read_peaks(store: Store, process: int, until_ns: int) -> dict[str, int]:
 
 @dataclass(slots=True)
 class DeviceUsage:
-    """One GPU, or the host as a device (index below 0), over the run; None for unknown values."""
+    """One GPU, or a host as a device (index below 0), over the run; None for unknown values."""
 
     index: int
     name: str | None = None
@@ -191,9 +189,8 @@ class DeviceUsage:
     """Number of samples in which the GPU was throttled, by reason."""
     throttle_samples: int = 0
     """Number of samples in which the reasons are known."""
-    width: float = 1.0
     sums: dict[int, list[float]] = field(default_factory=dict)
-    """By interval of `width` seconds: sum and number of utilizations, sum and number of memory values (bytes)."""
+    """By middle of a bucket (ns): sum and number of utilizations, sum and number of memory values (bytes)."""
 
     @property
     def util_median(self) -> float | None:
@@ -203,42 +200,42 @@ class DeviceUsage:
     def points(self) -> list[tuple[int, float | None, float | None]]:
         """Return the middle (ns) of each bucket, its mean utilization (per cent) and its mean memory in use (bytes)."""
         return [
-            (
-                int((index + 0.5) * self.width * 1e9),
-                util / util_count if util_count else None,
-                used / used_count if used_count else None,
-            )
-            for index, (util, util_count, used, used_count) in sorted(self.sums.items())
+            (middle_ns, util / util_count if util_count else None, used / used_count if used_count else None)
+            for middle_ns, (util, util_count, used, used_count) in sorted(self.sums.items())
         ]
 
-    def identify(self, data: Mapping[str, Any]) -> None:
-        """Update the names of a GPU, and the reasons why it was throttled."""
-        self.name, self.uuid = data.get("name") or self.name, data.get("uuid") or self.uuid
-        if (of_run := data.get("of_run")) is not None:
-            self.of_run = bool(self.of_run) or of_run
-        if ordinals := data.get("ordinals"):
-            self.called = ordinals[0]["device"]
-        if (throttle := data.get("throttle")) is not None:
+    def add(self, sample: DeviceSample, bucket_ns: int, *, is_paused: bool) -> None:
+        """Add a sample. `bucket_ns`: the middle of its bucket."""
+        self.samples += 1
+        self.name, self.uuid = sample.name or self.name, sample.uuid or self.uuid
+        for ordinal in json.loads(sample.ordinals or "[]")[:1]:
+            self.called = ordinal["device"]
+        if sample.of_run is not None:
+            self.of_run = bool(self.of_run or sample.of_run)
+        if sample.throttle is not None:
             self.throttle_samples += 1
-            self.throttled.update(throttle)
+            self.throttled.update(json.loads(sample.throttle))
+        if sample.use_pct is not None and not is_paused:
+            self.util.append(sample.use_pct)
+        if sample.sm_clock_mhz is not None and not is_paused:
+            self.clocks.append(sample.sm_clock_mhz)
+        for name in _HIGHEST:
+            self.raise_highest(name, getattr(sample, name))
+        for name in _FIRST_SUM:
+            self.add_to_bucket(bucket_ns, name, getattr(sample, name))
 
-    def update_maximum(self, key: str, value: float) -> None:
-        """Raise the highest value of a metric, which is named as in the records."""
-        name = _HIGHEST[key]
-        previous = getattr(self, name)
-        setattr(self, name, value if previous is None else max(previous, value))
+    def raise_highest(self, name: str, value: float | None) -> None:
+        """Raise the highest value of a member of samples."""
+        if value is not None:
+            previous = getattr(self, _HIGHEST[name])
+            setattr(self, _HIGHEST[name], float(value) if previous is None else max(previous, float(value)))
 
-    def add_to_bucket(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
-        """Add sums of utilization and memory, with their numbers of samples, to the bucket of their time."""
-        added = (*util, *used)
-        sums = self.sums.setdefault(int(seconds / self.width), [0.0, 0.0, 0.0, 0.0])
-        sums[:] = [a + b for a, b in zip(sums, added, strict=True)]
-        while len(self.sums) > POINTS:
-            narrow_sums, self.sums = self.sums, {}
-            self.width *= 2
-            for index, values in narrow_sums.items():
-                sums_of_bucket = self.sums.setdefault(index // 2, [0.0, 0.0, 0.0, 0.0])
-                sums_of_bucket[:] = [a + b for a, b in zip(sums_of_bucket, values, strict=True)]
+    def add_to_bucket(self, bucket_ns: int, name: str, total: float | None, count: int = 1) -> None:
+        """Add the sum of some values of a member of samples to the bucket with this middle, if charts show it."""
+        if total is not None and name in _FIRST_SUM:
+            sums = self.sums.setdefault(bucket_ns, [0.0, 0, 0.0, 0])
+            sums[_FIRST_SUM[name]] += total
+            sums[_FIRST_SUM[name] + 1] += count
 
 
 class HostUsage(NamedTuple):
@@ -258,14 +255,12 @@ class HostUsage(NamedTuple):
     """Number of nodes that were sampled; the other values are those of one of them."""
 
 
-class DeviceUsageBuilder:
-    """Builds extremes, medians, and means per time bucket, from samples in order of time."""
+class SampledDevices:
+    """The GPUs and hosts of a run, from all its samples."""
 
-    def __init__(self, paused: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, store: Store, paused: Sequence[Span] = ()) -> None:
         """`paused`: times (ns) that no median covers, in order."""
-        self._paused = paused
-        self.tracks: dict[int, DeviceUsage] = {}
-        """Every sampled device by its index; the host has -1, those of several machines -1, -2, ..."""
+        self._by_index: dict[int, DeviceUsage] = {}
         self.last_ns = 0
         """Time of the last sample."""
         self.gpu_absent: str | None = None
@@ -275,67 +270,50 @@ class DeviceUsageBuilder:
         """One value per host sample outside pauses."""
         self._at, self._spent = array("q"), array("d")
         """Times of samples (ns), and the CPU time (ns) that the run has used by then, since the first one."""
+        self._bucket_ns = SECOND
+        while self._bucket_ns * POINTS < (last_sample_ns(store.connection) or 0):
+            self._bucket_ns *= 2
+        for row in read_device_minutes(store):
+            self._add_rollup(row)
+        for sample in iter_samples(store):
+            index = bisect_right(paused, sample.t_ns, key=lambda span: span[0]) - 1
+            is_paused = index >= 0 and sample.t_ns < paused[index][1]
+            self._usage(sample.device).add(sample, self._bucket_of(sample.t_ns), is_paused=is_paused)
+            self.last_ns = max(self.last_ns, sample.t_ns)
+            if sample.device < 0:
+                self._add_host(sample, is_paused=is_paused)
 
-    def _track(self, index: int) -> DeviceUsage:
-        if index not in self.tracks:
-            self.tracks[index] = DeviceUsage(index)
-        return self.tracks[index]
+    def _usage(self, index: int) -> DeviceUsage:
+        return self._by_index.setdefault(index, DeviceUsage(index))
 
-    def _in_pause(self, t_ns: int) -> bool:
-        index = bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
-        return index >= 0 and t_ns < self._paused[index][1]
+    def _bucket_of(self, t_ns: int) -> int:
+        """Return the middle of the bucket of a time."""
+        return t_ns // self._bucket_ns * self._bucket_ns + self._bucket_ns // 2
 
-    def add_sample(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Add a `device` or `host` record."""
-        track = self._track(data["index"] if kind == "device" else _HOST - (data.get("node") or 0))
-        track.samples += 1
-        t_ns, used = int(data["t_s"] * SECOND), data.get("mem_used_bytes")
-        util, paused = data.get("util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
-        if util is not None and not paused:
-            track.util.append(util)
-        if (clock := data.get("sm_clock_mhz")) is not None and not paused:
-            track.clocks.append(clock)
-        for key in _HIGHEST:
-            if (value := data.get(key)) is not None:
-                track.update_maximum(key, float(value))
-        if kind == "device":
-            track.identify(data)
-        else:
-            self.gpu_absent = data.get("gpu_absent")
-            if not paused:
-                self._take_processors(data)
-            run_cpu_pct = data.get("run_cpu_pct")
-            is_newer = not self._at or t_ns > self._at[-1]
-            # A record with a node is of one of several nodes.
-            if run_cpu_pct is not None and is_newer and data.get("node") is None:
-                self._spent.append(self._spent[-1] + run_cpu_pct / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
-                self._at.append(t_ns)
-        self.last_ns = max(self.last_ns, t_ns)
-        track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
-
-    def add_rollup(self, row: DeviceRollup) -> None:
-        """Add one metric of a minute of deleted samples: its highest value, sum and number."""
-        index, track = row.device, self._track(row.device)
+    def _add_rollup(self, row: DeviceRollup) -> None:
+        """Add one member of the deleted samples of a minute: its highest value, sum and number."""
+        usage = self._usage(row.device)
         if row.name in _HIGHEST:
-            track.update_maximum(row.name, row.high)
-        if row.start_s < 0:  # old minutes are summed up without their times
-            return
-        if row.name == ("cpu_pct" if index <= _HOST else "util_pct"):
-            track.add_to_bucket(row.start_s + 30.0, (row.total, row.count), (0.0, 0))
-        elif row.name == "mem_used_bytes":
-            track.add_to_bucket(row.start_s + 30.0, (0.0, 0), (row.total, row.count))
+            usage.raise_highest(row.name, row.high)
+        if row.start_s >= 0:  # old minutes are summed up without their times
+            usage.add_to_bucket(self._bucket_of((row.start_s + 30) * SECOND), row.name, row.total, row.count)
 
-    def _take_processors(self, data: Mapping[str, Any]) -> None:
+    def _add_host(self, sample: DeviceSample, *, is_paused: bool) -> None:
         """Add the CPU use, in total and by the run."""
-        cpus, use, run_pct, load = (data.get(key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
-        if cpus is None or use is None or run_pct is None:
+        self.gpu_absent = sample.gpu_absent
+        if sample.run_cpu_pct is None:
             return
-        self._cpus = cpus
-        self._use.append(use)
-        self._others.append(max(use * cpus / 100 - run_pct / 100, 0.0))
-        self._own.append(run_pct / 100)
-        if load is not None:
-            self._load.append(load)
+        own = sample.run_cpu_pct / 100
+        if sample.cpus is not None and sample.cpu_pct is not None and not is_paused:
+            self._cpus = sample.cpus
+            self._use.append(sample.cpu_pct)
+            self._own.append(own)
+            self._others.append(max(sample.cpu_pct * sample.cpus / 100 - own, 0.0))
+            if sample.load_1m is not None:
+                self._load.append(sample.load_1m)
+        if sample.device == HOST and (not self._at or sample.t_ns > self._at[-1]):
+            self._spent.append(self._spent[-1] + own * (sample.t_ns - self._at[-1]) if self._at else 0.0)
+            self._at.append(sample.t_ns)
 
     def cpu_time_until(self, t_ns: int) -> float | None:
         """Return the CPU time (ns) of the run's processes from the first sample to a time; None outside the samples."""
@@ -345,24 +323,21 @@ class DeviceUsageBuilder:
         (begin, before), (end, after) = ((self._at[at], self._spent[at]) for at in (index - 1, index))
         return before + (after - before) * (t_ns - begin) / max(end - begin, 1)
 
+    @property
     def gpus(self) -> tuple[DeviceUsage, ...]:
-        """Return every sampled GPU, without the host."""
-        return tuple(track for index, track in sorted(self.tracks.items()) if index > _HOST)
+        """Every sampled GPU."""
+        return tuple(usage for index, usage in sorted(self._by_index.items()) if index >= 0)
 
     @property
     def hosts(self) -> tuple[DeviceUsage, ...]:
-        """The host as a device (index -1); of several machines, that of each (-1, -2, ...)."""
-        return tuple(track for index, track in sorted(self.tracks.items(), reverse=True) if index <= _HOST)
+        """The host as a device (index -1); of several nodes, that of each (-1, -2, ...)."""
+        return tuple(usage for index, usage in sorted(self._by_index.items(), reverse=True) if index < 0)
 
-    def processors(self) -> HostUsage | None:
-        """Return the machine's processors; None if nothing is known."""
+    @property
+    def host(self) -> HostUsage | None:
+        """The CPU use of the host; None if nothing is known."""
         if not self._use:
             return None
         load = median(self._load) if self._load else None
         medians = median(self._use), median(self._others), median(self._own)
         return HostUsage(len(self._use), self._cpus, *medians, load, len(self.hosts))
-
-
-def _sum_of(value: float | None) -> tuple[float, int]:
-    """Return the sum and number of the known values of one sample."""
-    return (0.0, 0) if value is None else (value, 1)

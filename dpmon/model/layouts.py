@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -26,12 +26,20 @@ def format_sizes(inputs: str | None, outputs: str | None, unfinished: str = "siz
     return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
 
 
-class _PartTimes:
+class PartTimes:
     """The columns of tables that replicas and stages share."""
 
     __slots__ = ()
     time: SeriesStats
     on_device: SeriesStats
+    reasons: Counter[str]
+
+    def add_times(self, tallies: Iterable[Tally], *names: str) -> None:
+        """Add the host times and the device times of some series in all tallies."""
+        for tally in tallies:
+            for name in names:
+                self.time.merge(tally.stat(name))
+                self.on_device.merge(tally.stat(device_series(name)))
 
     @property
     def host_ns(self) -> float | None:
@@ -48,9 +56,14 @@ class _PartTimes:
         """Number of calls with a known device time."""
         return self.on_device.count
 
+    @property
+    def untimed(self) -> str | None:
+        """Why no call has a device time, if the record gives a reason."""
+        return None if self.on_device.count else most_common(self.reasons)
 
-@dataclass(frozen=True, slots=True)
-class StageSizes(_PartTimes):
+
+@dataclass(slots=True)
+class StageSizes(PartTimes):
     """The inputs and outputs of one stage of a model on several devices. Times cover only calls in which it ended."""
 
     root: str
@@ -59,11 +72,11 @@ class StageSizes(_PartTimes):
     parts: tuple[str, ...]
     inputs: str | None
     outputs: str | None
-    calls: int
-    time: SeriesStats
-    on_device: SeriesStats
-    untimed: str | None
-    """Why the device time is unknown, if the record gives a reason."""
+    calls: int = 0
+    time: SeriesStats = field(default_factory=SeriesStats)
+    on_device: SeriesStats = field(default_factory=SeriesStats)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of calls without a device time, by reason."""
 
     @property
     def flow(self) -> str:
@@ -88,7 +101,7 @@ class IdleDeviceCounts(NamedTuple):
 
 
 @dataclass(slots=True)
-class ReplicaStats(_PartTimes):
+class ReplicaStats(PartTimes):
     """One replica on one device in one mode, over all calls of one kind: the host and device times of its forward."""
 
     mode: str
@@ -126,11 +139,6 @@ class ReplicaStats(_PartTimes):
         if others:
             text += f" (+{len(others)} other size{'s' if len(others) > 1 else ''})"
         return text
-
-    @property
-    def untimed(self) -> str | None:
-        """Why no call has a device time, if the record gives a reason."""
-        return None if self.on_device.count else most_common(self.reasons)
 
 
 class CallLayouts:
@@ -203,43 +211,34 @@ class CallLayouts:
             sum(calls for (is_main, *_), calls in groups.items() if is_main),
         )
 
-    def stages(self, tallies: Mapping[TallyKey, Tally]) -> list[StageSizes]:
+    def stages(self, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[StageSizes]:
         """Return the inputs and outputs of each stage, by root and stage, then by calls. `tallies`: of each process."""
-        calls: Counter[tuple[int, int, int, int, int, int]] = Counter()
-        for shape, _ in self._shapes:
+        lines: dict[tuple[object, ...], StageSizes] = {}
+        timed: set[tuple[int, str]] = set()
+        for shape, layout in self.known_shapes:
+            reason = why_untimed(layout, shape.untimed)
             for index, (number, inputs, outputs) in enumerate(shape.stages):
-                calls[shape.process, shape.layout, index, number, inputs, outputs] += shape.calls
-        stages: dict[tuple[object, ...], StageSizes] = {}
-        untimed: defaultdict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
-        for (process, layout_number, index, number, inputs, outputs), count in calls.items():
-            of_process = self._definitions[process]
-            layout, stage = of_process.layouts.get(layout_number), of_process.stages.get(number)
-            if layout is None or stage is None:
-                continue
-            key = layout.root, index, *stage, self.sizes_text(process, inputs), self.sizes_text(process, outputs)
-            stage_sizes = stages.get(key) or StageSizes(*key, 0, SeriesStats(), SeriesStats(), None)
-            series = stage_series(layout_number, index, number, inputs, outputs)
-            for of, tally in tallies.items():
-                if of.process == process:
-                    stage_sizes.time.merge(tally.stat(series))
-                    stage_sizes.on_device.merge(tally.stat(device_series(series)))
-            stages[key] = replace(stage_sizes, calls=stage_sizes.calls + count)
-            untimed[key].update(self.untimed_reasons(process, layout_number))
-        lines = (
-            replace(line, untimed=None if line.on_device.count else most_common(untimed[each]))
-            for each, line in stages.items()
-        )
-        return sorted(lines, key=lambda sizes: (sizes.root, sizes.stage, -sizes.calls))
+                stage = self._definitions[shape.process].stages.get(number)
+                if stage is None:
+                    continue
+                sizes = self.sizes_text(shape.process, inputs), self.sizes_text(shape.process, outputs)
+                line = StageSizes(layout.root, index, *stage, *sizes)
+                line = lines.setdefault((layout.root, index, *stage, *sizes), line)
+                line.calls += shape.calls
+                line.reasons.update({} if reason is None else {reason: shape.calls})
+                series = stage_series(shape.layout, index, number, inputs, outputs)
+                if (shape.process, series) not in timed:
+                    timed.add((shape.process, series))
+                    line.add_times(tallies.get(shape.process, {}).values(), series)
+        return sorted(lines.values(), key=lambda sizes: (sizes.root, sizes.stage, -sizes.calls))
 
-    def untimed_reasons(self, process: int, number: int | None = None) -> Counter[str]:
-        """Return the number of a process's calls without a device time, by reason; of one layout, or of all."""
+    def untimed_reason(self, process: int) -> str | None:
+        """Return the most frequent reason why a process's calls have no device time; None without one."""
         reasons: Counter[str] = Counter()
         for shape, layout in self._shapes:
-            if shape.process == process and number in (None, shape.layout):
-                reason = why_untimed(layout, shape.untimed)
-                if reason is not None:
-                    reasons[reason] += shape.calls
-        return reasons
+            reason = why_untimed(layout, shape.untimed) if shape.process == process else None
+            reasons.update({} if reason is None else {reason: shape.calls})
+        return most_common(reasons)
 
     def sizes_text(self, process: int, sizes_number: int) -> str | None:
         """Return sizes as text: "[30, 5]" or "x [30, 5], mask [30]"; None if they were not seen.
@@ -330,10 +329,7 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
                 line.sizes[inputs, outputs] += shape.calls
                 line.virtual |= shape.virtual > 0 and shape.mode == "dp"
                 line.reasons.update({} if reason is None else {reason: shape.calls})
-            series = replica_series(shape.layout, index)
-            for tally in own_tallies:
-                line.time.merge(tally.stat(series))
-                line.on_device.merge(tally.stat(device_series(series)))
+            line.add_times(own_tallies, replica_series(shape.layout, index))
     for line in lines.values():
         counts = splits[line.mode, line.root, line.kind]
         usual_split = max(counts, key=counts.__getitem__)

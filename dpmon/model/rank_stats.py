@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.layouts import format_sizes
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.step_stats import StepStats, compute_step_stats, merge_mode_tallies, split_tallies_by_process
+from dpmon.record.shared_names import node_suffix
+from dpmon.store.step_stats import Rate, StepStats, compute_step_stats, merge_mode_tallies, split_tallies_by_process
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies
@@ -30,6 +33,50 @@ _SAMPLED_S = 40
 """Most seconds for a comparison of ranks of several machines: the waits of about one step a second are known."""
 _SERIES = (STEP, "forward", "backward")
 _RANK = attrgetter("rank")
+
+
+class RankSummary(NamedTuple):
+    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
+
+    Calls and steps are those of the main kind.
+    """
+
+    process: int
+    rank: int | None
+    world: int | None
+    device: str
+    inputs: str | None
+    outputs: str | None
+    calls: int
+    steps: int
+    median_ns: float | None
+    rate: Rate | None
+    forward_ns: float | None
+    """Median device time of the forward of a step, on the slowest device."""
+    untimed: str | None
+    """Why `forward_ns` is unknown, if the record has a reason."""
+    times: RankTimes | None = None
+    """Mean times of the training steps of all processes of its rank, without warm-up steps; None without a rank."""
+    node: str | None = None
+    """Its node; None on one machine."""
+
+    @property
+    def label(self) -> str:
+        """Its rank, or its process: "rank 0 of 2", "process 1", "rank 11 of 16 (gpu-1)"."""
+        name = f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
+        return name + node_suffix(self.node)
+
+    @property
+    def flow(self) -> str:
+        """The sizes received and returned."""
+        return format_sizes(self.inputs, self.outputs)
+
+
+def slowest_first(ranks: Sequence[RankSummary], limit: int) -> list[RankSummary]:
+    """Return all ranks, first the `limit` ranks that were the slowest most often; both parts keep their order."""
+    slowest = nlargest(limit, ranks, key=lambda line: 0 if line.times is None else line.times.slowest)
+    first_processes = {rank.process for rank in slowest}
+    return sorted(ranks, key=lambda line: line.process not in first_processes)
 
 
 def read_rank_times(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from dpmon.record.record_types import Call, CallParts, CallRow, Step
-from dpmon.record.schema import device_series, is_device_series, step_kind
-from dpmon.store import quantile_sketch
-from dpmon.store.quantile_sketch import Counts
+from dpmon.model.layouts import PartTimes
+from dpmon.record.record_types import Call, CallRow, Replica, Stage, Step
+from dpmon.record.schema import is_device_series, step_kind
+from dpmon.sanitize import sanitize_line
 from dpmon.store.steps import read_called_steps, resolve_call
-from dpmon.store.tally import Tally
+from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import replica_series, stage_series
 
@@ -32,13 +31,25 @@ _TIMED = 64
 """Number of newest calls that provide times if no tally has them."""
 
 
-class TimePercentiles(NamedTuple):
-    """Times of one replica or stage in ns: 5th percentile, median, 95th percentile, and the number of calls."""
+@dataclass(frozen=True, slots=True)
+class TimedPart(PartTimes):
+    """A replica or a stage of a call, with its times in similar calls."""
 
-    low: float
-    middle: float
-    high: float
-    calls: int
+    part: Replica | Stage
+    time: SeriesStats = field(default_factory=SeriesStats)
+    on_device: SeriesStats = field(default_factory=SeriesStats)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Empty: a panel gives the reasons of the call."""
+
+    @property
+    def number(self) -> int:
+        """The number of the replica or the stage."""
+        return self.part.stage if isinstance(self.part, Stage) else self.part.replica
+
+    @property
+    def device(self) -> str:
+        """Its device; clean."""
+        return sanitize_line(self.part.device, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +57,8 @@ class CallTimings:
     """The last call of one root, and its replicas' times in similar calls."""
 
     last: Call
-    times: tuple[TimePercentiles | None, ...] = ()
-    """Host times, by replica or stage."""
-    device_ns: Mapping[int, float] = field(default_factory=dict)
-    """Median device time (ns) by replica or stage, if known."""
+    timed: tuple[TimedPart, ...] = ()
+    """The replicas, or the stages of a model that is split over several devices."""
     parts: tuple[CallTimings, ...] = ()
     """If a step calls this root several times, the timings of its first call in a step, of its second, and so on."""
 
@@ -95,16 +104,20 @@ class RecentCalls:
         positions = self._group_by_position(roots) if timed else {}
         timings: dict[Root, CallTimings] = {}
         for root, rows in by_root.items():
-            call = self._call(*rows[0])
+            (step, row), *_ = rows
+            call = self._call(step, row)
             if call is not None and not timed:
                 timings[root] = CallTimings(call)
             elif call is not None:
-                nth = [self._timings_from_calls(nth_rows) for nth_rows in positions.get(root, ())]
-                known = tuple(timing for timing in nth if timing is not None)
-                times, device_ns = _timings_from_tallies(*rows[0], call, tallies, mode)
-                timing = CallTimings(call, times, device_ns) if any(times) else self._timings_from_calls(rows)
-                if timing is not None:
-                    timings[root] = replace(timing, parts=known if len(known) > 1 else ())
+                timed_parts = _parts_from_tallies(row, call, _tallies_of_kind(step.kind, (mode, row.mode), tallies))
+                if not any(part.time.count for part in timed_parts):
+                    timed_parts = _parts_from_calls(call, rows)
+                nth = [
+                    CallTimings(nth_call, _parts_from_calls(nth_call, nth_rows))
+                    for nth_rows in positions.get(root, ())
+                    if (nth_call := self._call(*nth_rows[0])) is not None
+                ]
+                timings[root] = CallTimings(call, timed_parts, tuple(nth) if len(nth) > 1 else ())
         return timings
 
     def _group_by_position(self, roots: Mapping[int, Root]) -> dict[Root, list[list[_RowInStep]]]:
@@ -122,74 +135,44 @@ class RecentCalls:
                     counts[root] += 1
         return {root: [*filter(None, by_position)] for root, by_position in positions.items() if by_position[1]}
 
-    def _timings_from_calls(self, rows: Sequence[_RowInStep]) -> CallTimings | None:
-        """Return the newest of some calls, with the times of the similar ones among them."""
-        last, (newest_step, newest) = self._call(*rows[0]), rows[0]
-        if last is None:
-            return None
-        signature = newest.layout, newest.mode, newest_step.kind
-        similar_rows = [row for step, row in rows if (row.layout, row.mode, step.kind) == signature]
-        host_ns: dict[int, list[float]] = {}
-        device_ns: dict[int, list[float]] = {}
-        for row in similar_rows[:_TIMED]:
-            if row.failed:
-                continue
-            for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
-                if ns is not None:
-                    host_ns.setdefault(index, []).append(ns)
-                if device_ms is not None:
-                    device_ns.setdefault(index, []).append(device_ms * 1e6)
-        count = len(last.replicas) or len(last.stages)
-        percentiles = tuple(percentiles_of(host_ns.get(index, ())) for index in range(count))
-        return CallTimings(
-            last, percentiles, {index: median_ns for index, ns in device_ns.items() if (median_ns := median(ns))}
-        )
+
+def _parts_from_calls(call: Call, rows: Sequence[_RowInStep]) -> tuple[TimedPart, ...]:
+    """Return the parts of the newest of some calls, with the times of the similar ones among them."""
+    (newest_step, newest), *_ = rows
+    signature = newest.layout, newest.mode, newest_step.kind
+    similar_rows = [row for step, row in rows if (row.layout, row.mode, step.kind) == signature]
+    host_ns: defaultdict[int, list[int]] = defaultdict(list)
+    device_ns: defaultdict[int, list[int]] = defaultdict(list)
+    for row in similar_rows[:_TIMED]:
+        parts = row.parts_or_replica
+        times = [] if row.failed else [ran_ns for *_, ran_ns in parts.replicas or parts.stages]
+        for index, (ran_ns, device_ms) in enumerate(zip_longest(times, parts.replica_or_stage_device_ms[: len(times)])):
+            if ran_ns is not None:  # a stage that ended
+                host_ns[index].append(ran_ns)
+            if device_ms is not None:
+                device_ns[index].append(round(device_ms * 1e6))
+    parts_of_call: Sequence[Replica | Stage] = call.replicas or call.stages
+    return tuple(
+        TimedPart(part, SeriesStats.of(host_ns[index]), SeriesStats.of(device_ns[index]))
+        for index, part in enumerate(parts_of_call)
+    )
 
 
-def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
-    """Return the host time in ns (None: it did not end) and device time in ms of each replica or stage of a call."""
-    host_ns = [ran_ns for *_, ran_ns in parts.replicas or parts.stages]
-    return list(zip_longest(host_ns, parts.replica_or_stage_device_ms[: len(host_ns)]))
+def _parts_from_tallies(row: CallRow, call: Call, tallies: Sequence[Tally]) -> tuple[TimedPart, ...]:
+    """Return the parts of a call with their times in some tallies."""
+    timed_parts: list[TimedPart] = []
+    for index, replica in enumerate(call.replicas):
+        timed_parts.append(TimedPart(replica))
+        timed_parts[-1].add_times(tallies, replica_series(row.layout, index))
+    for index, (stage, (number, *_)) in enumerate(zip(call.stages, row.parts_or_replica.stages, strict=True)):
+        any_sizes = stage_series(row.layout, index, number, 0, 0).removesuffix("0 0")
+        names = {name for tally in tallies for name in tally.stats if name.startswith(any_sizes)}
+        timed_parts.append(TimedPart(stage))
+        timed_parts[-1].add_times(tallies, *(name for name in names if not is_device_series(name)))
+    return tuple(timed_parts)
 
 
-def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
-    """Return the spread of times, with the nearest ranks as 5th and 95th percentile; None without times."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    low, high = (ordered[max(-int(-fraction * len(ordered) // 1), 1) - 1] for fraction in (0.05, 0.95))
-    return TimePercentiles(low, median(ordered), high, len(ordered))
-
-
-# ------------------------------------------------------------------------------------------------ from tallies
-
-
-def _timings_from_tallies(
-    step: Step, row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
-) -> tuple[tuple[TimePercentiles | None, ...], dict[int, float]]:
-    """Return the times of a call's replicas or stages, and their median device times, in the time range."""
-    matching = _matching_tallies(step.kind, (mode, row.mode), tallies)
-    series: list[Collection[str]] = []
-    if call.replicas:
-        names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
-        series = [(name, device_series(name)) for name in names]
-    else:
-        for index, stage in enumerate(row.parts_or_replica.stages):
-            any_sizes = stage_series(row.layout, index, stage[0], 0, 0).removesuffix("0 0")
-            series.append({name for tally in matching for name in tally.stats if name.startswith(any_sizes)})
-    host_sketches = [
-        _merge_sketches(matching, [name for name in names if not is_device_series(name)]) for names in series
-    ]
-    device_sketches = [
-        _merge_sketches(matching, [name for name in names if is_device_series(name)]) for names in series
-    ]
-    device_medians = {index: quantile_sketch.median(counts) for index, counts in enumerate(device_sketches)}
-    return tuple(map(_percentiles_of_sketch, host_sketches)), {
-        index: median_ns for index, median_ns in device_medians.items() if median_ns is not None
-    }
-
-
-def _matching_tallies(kind: int, modes: Iterable[str], tallies: Mapping[TallyKey, Tally]) -> list[Tally]:
+def _tallies_of_kind(kind: int, modes: Iterable[str], tallies: Mapping[TallyKey, Tally]) -> list[Tally]:
     """Return the tallies of the first mode with steps of this kind: a root that cannot be split also runs in dp steps.
 
     `modes`: the mode of the last step, then that of the call.
@@ -199,20 +182,3 @@ def _matching_tallies(kind: int, modes: Iterable[str], tallies: Mapping[TallyKey
         if matching:
             return matching
     return []
-
-
-def _merge_sketches(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
-    counts: Counts = {}
-    for tally in tallies:
-        for name in names:
-            if name in tally.stats:
-                quantile_sketch.merge(counts, tally.stats[name].counts)
-    return counts
-
-
-def _percentiles_of_sketch(counts: Counts) -> TimePercentiles | None:
-    low, high = quantile_sketch.quantiles(counts, (0.05, 0.95))
-    median_ns = quantile_sketch.median(counts)
-    if low is None or median_ns is None or high is None:
-        return None
-    return TimePercentiles(low, median_ns, high, sum(counts.values()))

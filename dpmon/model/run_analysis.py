@@ -20,13 +20,7 @@ from dpmon.model.active_processes import find_training_processes
 from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, Wrapper, build_communication
 from dpmon.model.device_memory import DeviceMemory, memory_of_processes
-from dpmon.model.device_usage import (
-    DeviceHistory,
-    DeviceSampleCache,
-    DeviceUsage,
-    DeviceUsageBuilder,
-    HostUsage,
-)
+from dpmon.model.device_usage import DeviceHistory, DeviceSampleCache, DeviceUsage, HostUsage, SampledDevices
 from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
@@ -35,11 +29,9 @@ from dpmon.model.layouts import (
     StageSizes,
     build_replica_stats,
     count_idle_devices,
-    most_common,
 )
 from dpmon.model.loss_curves import LossCurve, read_loss_curves
 from dpmon.model.mode_comparison import Comparison, compare_modes, first_with_both
-from dpmon.model.mode_stats import ModeStats, RankSummary
 from dpmon.model.nodes import NodeStatus, node_of, read_nodes
 from dpmon.model.pauses import (
     Pause,
@@ -50,31 +42,20 @@ from dpmon.model.pauses import (
     build_pauses,
     pause_totals,
 )
-from dpmon.model.rank_stats import RANKS_A_SECOND, read_range_stats, read_rank_times
+from dpmon.model.rank_stats import RANKS_A_SECOND, RankSummary, read_range_stats, read_rank_times
 from dpmon.model.rank_waits import RankWaits, choose_ranks_to_show, read_rank_waits
 from dpmon.model.recorded_stalls import RecordedStall, final_stall
-from dpmon.model.run_events import (
-    LoaderStart,
-    ProcessInfo,
-    RunEvents,
-    parse_loader_start,
-)
+from dpmon.model.run_events import LoaderStart, ProcessInfo, RunEvents, parse_loader_start
 from dpmon.model.run_process import MAX_AGE_S, NO_STEPS, LazyFacts, NewestRecords, Process
 from dpmon.model.slow_steps import SlowSteps, read_slow_steps
-from dpmon.model.step_history import (
-    BinnedSteps,
-    bin_steps,
-    column_width_s,
-)
+from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times_in_window
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, RecentRate, read_recent_rate, sample_unevenly
-from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
-from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, TRAINING, WARM_UP, device_series, step_kind
 from dpmon.stalls.run_state import StateInputs
 from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import CollectiveSums, read_collective_sums
-from dpmon.store.device_rollups import read_device_minutes
-from dpmon.store.events import iter_events, newest_event_id, read_events, read_newest_memory
+from dpmon.store.events import HOST, newest_event_id, read_events, read_newest_memory
 from dpmon.store.gaps import Gap, read_gaps
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
 from dpmon.store.shapes import read_shapes
@@ -409,20 +390,19 @@ class RunAnalysis(LazyFacts):
     # ------------------------------------------------------------------------------------------ devices, losses
 
     @cached_property
-    def _samples(self) -> DeviceSampleCache:
+    def _histories(self) -> Mapping[int, DeviceHistory]:
         node = self.selection.node
-        self._caches.samples.read(self.store, node_of(self.nodes, self.representative) if node is None else node)
-        return self._caches.samples
+        return self._caches.samples.read(self.store, node_of(self.nodes, self.representative) if node is None else node)
 
     @cached_property
     def devices(self) -> Mapping[int, DeviceHistory]:
         """The GPUs by index."""
-        return dict(sorted(self._samples.devices().items()))
+        return {index: history for index, history in self._histories.items() if index != HOST}
 
     @cached_property
     def host(self) -> DeviceHistory:
         """The host; without data if it was not sampled."""
-        return self._samples.host_history()
+        return self._histories.get(HOST, DeviceHistory())
 
     @cached_property
     def losses(self) -> tuple[LossCurve, ...]:
@@ -671,7 +651,7 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def stages(self) -> list[StageSizes]:
         """The inputs and outputs of each stage of a model on several devices."""
-        return self.layouts.stages(self.window.tallies)
+        return self.layouts.stages(self.window.tallies_by_process)
 
     @cached_property
     def batches(self) -> list[IdleDeviceCounts]:
@@ -741,7 +721,7 @@ class RunAnalysis(LazyFacts):
             tally.median(STEP),
             rate,
             forward.median,
-            None if forward.count else untimed or most_common(self.layouts.untimed_reasons(process)),
+            None if forward.count else untimed or self.layouts.untimed_reason(process),
             times.get(process),
             self._node_names.get(process),
         )
@@ -767,42 +747,42 @@ class RunAnalysis(LazyFacts):
             return self._focus
         return candidates[0]
 
-    def mode(self, mode: str, kind: int | None = None, process: int | None = None) -> ModeStats:
+    def mode(self, mode: str, kind: int | None = None, process: int | None = None) -> StepStats:
         """Return the metrics of a mode for `process`, by default the representative one; `rate` is of all.
 
         `kind`: the kind of its steps; None for the main kind.
         """
         kind = self.window.main_kind if kind is None else kind
         process = self.representative_process(mode, kind) if process is None else process
-        whole = self._mode(mode, kind, process, self.window.tally(mode, kind, process))
-        tally = self.window.tally(mode, kind, process, without_warmup=True)
-        settled = replace(self._mode(mode, kind, process, tally), warm_up_steps=whole.steps - tally.steps)
-        return replace(whole, settled=settled)
-
-    def _mode(self, mode: str, kind: int, process: int, tally: Tally) -> ModeStats:
-        stats = compute_step_stats(mode, tally=tally, rate=self.window.rate(mode, kind), kind=kind)
-        phases = {phase.name: phase for phase in stats.phases if phase.ran}
-        ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
-        return ModeStats(
-            **{**vars(stats), "phases": ordered},
-            virtual=self.layouts.virtual and mode == "dp",
-            distributed=self.layouts.distributed_by_kind.get(kind) if mode == "single" else None,
-            process=process,
-            process_name=self.names.get(process),
-            other_kind=self.store.other_kind(kind),
+        whole, settled = (
+            replace(
+                compute_step_stats(
+                    mode,
+                    tally=self.window.tally(mode, kind, process, without_warmup=without_warmup),
+                    rate=self.window.rate(mode, kind),
+                    kind=kind,
+                ),
+                process=process,
+                process_name=self.names.get(process),
+                other_kind=self.store.other_kind(kind),
+                virtual=self.layouts.virtual and mode == "dp",
+                distributed=self.layouts.distributed_by_kind.get(kind) if mode == "single" else None,
+            )
+            for without_warmup in (False, True)
         )
+        return replace(whole, settled=replace(settled, warm_up_steps=whole.steps - settled.steps))
 
     @cached_property
-    def other_modes(self) -> list[ModeStats]:
+    def other_modes(self) -> list[StepStats]:
         """Each mode with its steps of another kind than the main kind."""
         return [self.mode(mode, kind) for mode, kind in self.window.other_modes]
 
     @cached_property
-    def modes(self) -> tuple[ModeStats, ...]:
+    def modes(self) -> tuple[StepStats, ...]:
         """Each mode with its steps of the main kind, and the first and the last third of these."""
         return tuple(self._with_thirds(self.mode(mode)) for mode in self.window.modes)
 
-    def _with_thirds(self, stats: ModeStats) -> ModeStats:
+    def _with_thirds(self, stats: StepStats) -> StepStats:
         """Add the first and the last third of the steps, if there are enough steps."""
         rows = [
             (start_s, tally)
@@ -834,7 +814,7 @@ class RunAnalysis(LazyFacts):
         return max(steps_by_process.values(), default=0)
 
     @cached_property
-    def other_process_modes(self) -> tuple[ModeStats, ...]:
+    def other_process_modes(self) -> tuple[StepStats, ...]:
         """The same modes by each other process, without `early` and `late`."""
         others = (
             self.mode(stats.mode, process=process)
@@ -972,24 +952,21 @@ class RunAnalysis(LazyFacts):
     # ------------------------------------------------------------------------------------------ devices
 
     @cached_property
-    def samples(self) -> DeviceUsageBuilder:
+    def samples(self) -> SampledDevices:
         """The samples of GPUs and host."""
-        usage = DeviceUsageBuilder(all_paused_intervals(self.pause_list, self.window.step_intervals, _FOREVER_NS))
-        for row in read_device_minutes(self.store):
-            usage.add_rollup(row)
-        for event in iter_events(self.store, "device", "host"):
-            usage.add_sample(event.kind, event.data)
-        return usage
+        return SampledDevices(
+            self.store, all_paused_intervals(self.pause_list, self.window.step_intervals, _FOREVER_NS)
+        )
 
     @cached_property
     def device_usage(self) -> tuple[DeviceUsage, ...]:
         """Each sampled GPU."""
-        return self.samples.gpus()
+        return self.samples.gpus
 
     @cached_property
     def host_usage(self) -> HostUsage | None:
         """The CPU use of the host; None if it was not sampled."""
-        return self.samples.processors()
+        return self.samples.host
 
     # ------------------------------------------------------------------------------------------ long steps
 

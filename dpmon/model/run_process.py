@@ -304,16 +304,17 @@ class Process(LazyFacts):
         assert self.last_step is not None
         return self.mode if any(key.mode == self.mode for key in self._range.tallies) else self.last_step.mode
 
-    def _main_or_other_stats(self, window: StatsWindow) -> StepStats:
-        """Return the metrics of the steps of the main kind, else of another kind, else NO_STEPS."""
-        kinds = window.main_kind, *(kind for mode, kind in window.other_modes if mode == self._range_mode)
-        stats = (window.step_stats(self._range_mode, kind, self.process) for kind in kinds)
-        return next((kind_stats for kind_stats in stats if kind_stats.steps), NO_STEPS)
-
     @cached_property
     def ranged(self) -> StepStats:
-        """The steps of the current mode in the time range; of the last step's mode if there are none."""
-        return self._main_or_other_stats(self._range) if self._is_measured else NO_STEPS
+        """The steps of the current mode in the time range; of the last step's mode if there are none.
+
+        They are of the main kind, else of another kind.
+        """
+        if not self._is_measured:
+            return NO_STEPS
+        kinds = self._range.main_kind, *(kind for mode, kind in self._range.other_modes if mode == self._range_mode)
+        stats = (self._range.step_stats(self._range_mode, kind, self.process) for kind in kinds)
+        return next((kind_stats for kind_stats in stats if kind_stats.steps), NO_STEPS)
 
     @cached_property
     def settled(self) -> StepStats:
@@ -329,11 +330,6 @@ class Process(LazyFacts):
     def main_tally(self) -> Tally:
         """The steps of the main kind in the time range; an evaluation may take all of it."""
         return self.ranged.tally if self.ranged.kind == self._run.main_kind else Tally()
-
-    @cached_property
-    def whole(self) -> StepStats:
-        """The steps of the whole run, once it has ended."""
-        return self._main_or_other_stats(self._whole_run) if self._is_measured and self._run.over else NO_STEPS
 
     @cached_property
     def mean(self) -> Rate | None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.pauses import Span
-from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
-from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, TRAINING, step_kind
 from dpmon.store.activity_times import read_times
 from dpmon.store.tally import Tally
 from dpmon.store.tally_tables import read_tally_rows
@@ -31,10 +30,10 @@ _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHA
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the history: the steps of one mode that ended in a time bucket. Sums in ns."""
+    """The steps of one mode and kind that ended in a time bucket, or in several adjacent ones. Sums in ns."""
 
     second: int
-    """Start of the bucket."""
+    """Start of the bucket. In a report, earlier if a step that ended in it was already running and no other ended."""
     mode: str
     count: int = 0
     """Number of steps; 0 if there were none."""
@@ -42,11 +41,25 @@ class Column:
     begin_ns: int = 0
     """Start of its first step."""
     phases: tuple[int, ...] = (0,) * len(PHASES)
-    """Sums in the order of PHASES."""
+    """Sums in the order of PHASES; `forward` is the part outside the phases of its calls."""
     other_kind: str = ""
     """Word for the kind of the steps if it is not the main kind of the run."""
     stalled: bool = False
     """Whether the run was stalled in this bucket, so that no step ended."""
+    kind: int = TRAINING
+    """A key of STEP_KINDS."""
+    end_ns: int = 0
+    """End of the bucket, or of a wider stored one in it."""
+    longest_ns: int = 0
+    samples: int | None = None
+    """None if a step has no sample count."""
+    elapsed_ns: int = 0
+    """In a report, the time (ns) within steps of this kind and between steps in this bucket."""
+
+    @property
+    def start_ns(self) -> int:
+        """The start of the bucket."""
+        return self.second * SECOND
 
 
 def column_width_s(range_s: int, length_s: int) -> int:
@@ -66,9 +79,8 @@ def read_columns(
 
     def read(start_s: int, end_s: int) -> dict[int, list[Column]]:
         columns: dict[int, list[Column]] = {}
-        sums = _tallies_by_bin(store, process, start_s, end_s, width)
-        for (second, mode, kind), (tally, _) in sorted(sums.items()):
-            columns.setdefault(second, []).append(_column(store, second, mode, kind, tally))
+        for column in _read_columns(store, process, start_s, end_s, width):
+            columns.setdefault(column.second, []).append(column)
         return columns
 
     question = "columns", process, store.main_kind
@@ -92,22 +104,32 @@ def subtract_input_waits(columns: Sequence[Column], waits: Iterable[Span], width
     return tuple(shortened)
 
 
-def _tallies_by_bin(
-    store: Store, process: int, start_s: int, end_s: int, width: int
-) -> dict[tuple[int, str, int], tuple[Tally, int]]:
-    """Return the steps of a process by start of the interval of `width` seconds, mode and kind.
-
-    Each with the end of its last tally, in s.
-    """
-    tallies: dict[tuple[int, str, int], tuple[Tally, int]] = {}
+def _read_columns(store: Store, process: int, start_s: int, end_s: int, width: int) -> list[Column]:
+    """Return the steps of a process by start of the bucket of `width` seconds, mode and kind."""
+    tallies: dict[tuple[int, str, int], Tally] = {}
+    ends_s: dict[int, int] = {}
     rows = read_tally_rows(store, start_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
-    for start, row_width, key, tally in rows:
-        if (start >= start_s or start_s <= 0) and tally.steps:  # the first bucket may begin before the run
-            bin_key = store.bucket_start(max(start, start_s), width), key.mode, step_kind(key.kind)
-            merged, until = tallies.get(bin_key, (Tally(), 0))
-            merged.merge(tally)
-            tallies[bin_key] = merged, max(until, start + row_width)
-    return tallies
+    for row_start_s, row_width_s, key, tally in rows:
+        if (row_start_s >= start_s or start_s <= 0) and tally.steps:  # the first bucket may begin before the run
+            second = store.bucket_start(max(row_start_s, start_s), width)
+            tallies.setdefault((second, key.mode, step_kind(key.kind)), Tally()).merge(tally)
+            ends_s[second] = max(ends_s.get(second, second + width), row_start_s + row_width_s)
+    return [
+        Column(
+            second,
+            mode,
+            tally.steps,
+            tally.stat(STEP).total,
+            second * SECOND if tally.first_ns is None else tally.first_ns,
+            tuple(tally.stat(name).total for name in _SERIES),
+            store.other_kind(kind),
+            kind=kind,
+            end_ns=ends_s[second] * SECOND,
+            longest_ns=tally.high_ns or 0,
+            samples=samples.total if (samples := tally.stat("samples")).count == tally.steps else None,
+        )
+        for (second, mode, kind), tally in sorted(tallies.items())
+    ]
 
 
 def _widest_fitting_width(width: int) -> int:
@@ -115,40 +137,10 @@ def _widest_fitting_width(width: int) -> int:
     return max(stored for stored in WIDTHS if width % stored == 0)
 
 
-def _column(store: Store, second: int, mode: str, kind: int, tally: Tally) -> Column:
-    phases = tuple(tally.stat(name).total for name in _SERIES)
-    first = second * SECOND if tally.first_ns is None else tally.first_ns
-    return Column(second, mode, tally.steps, tally.stat(STEP).total, first, phases, other_kind=store.other_kind(kind))
-
-
 # ------------------------------------------------------------------------------------------------ of a whole run
 
 BINS = 400
 """Approximate maximum number of intervals of a run."""
-PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
-"""The parts of a step's time; here `forward` is the part outside the phases of its calls."""
-
-
-class Bin(NamedTuple):
-    """The steps of one mode that ended within one interval."""
-
-    start_ns: int
-    """Start of the interval; earlier if a step that ended in it was already running and no other step ended."""
-    end_ns: int
-    mode: str
-    steps: int
-    wall_ns: int
-    longest_ns: int
-    samples: int | None
-    """None if a step has no sample count."""
-    parts: tuple[int, ...]
-    """Time in each of PARTS, ns."""
-    kind: int = TRAINING
-    """A key of STEP_KINDS."""
-    other_kind: str = ""
-    """Word for their kind if it is not the main kind."""
-    elapsed_ns: int = 0
-    """Time (ns) within steps of this kind and between steps, in this interval."""
 
 
 class BinnedSteps(NamedTuple):
@@ -156,7 +148,7 @@ class BinnedSteps(NamedTuple):
 
     width_ns: int = 0
     """Width of an interval. An interval is wider if a step in it takes longer."""
-    bins: tuple[Bin, ...] = ()
+    bins: tuple[Column, ...] = ()
     """In order of time."""
 
 
@@ -175,32 +167,19 @@ def bin_steps(
     end_s = store.bucket_start(last_ns // SECOND, width_s) + width_s
     bins = []
     for process in sorted(set(shown.values())):
-        sums = _tallies_by_bin(store, process, store.bucket_start(0, width_s), end_s, width_s)
+        columns = _read_columns(store, process, store.bucket_start(0, width_s), end_s, width_s)
+        known = {(column.second, column.mode, column.kind) for column in columns}
         within, between = _elapsed_by_bin(store, process, end_s, width_s)
-        for (start, mode, kind), (tally, until) in sums.items():
+        for column in columns:
+            start_s, mode, kind = column.second, column.mode, column.kind
             if shown.get((mode, kind)) != process:
                 continue
-            start_s, elapsed = start, within[start, mode, kind] + between[start, mode, kind]
-            while (previous := (start_s - width_s, mode, kind)) not in sums and within[previous] > 0:
+            elapsed = within[start_s, mode, kind] + between[start_s, mode, kind]
+            while (previous := (start_s - width_s, mode, kind)) not in known and within[previous] > 0:
                 start_s -= width_s
                 elapsed += within[previous]
             start_s = max(start_s, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
-            samples = tally.stat("samples")
-            bins.append(
-                Bin(
-                    start_s * SECOND,
-                    max(start + width_s, until) * SECOND,
-                    mode,
-                    tally.steps,
-                    wall_ns=tally.stat(STEP).total,
-                    longest_ns=tally.high_ns or 0,
-                    samples=samples.total if samples.count == tally.steps else None,
-                    parts=tuple(tally.stat(REST if name == "forward" else name).total for name in PARTS),
-                    kind=kind,
-                    other_kind=store.other_kind(kind),
-                    elapsed_ns=elapsed,
-                )
-            )
+            bins.append(replace(column, second=start_s, elapsed_ns=elapsed))
     bins.sort(key=attrgetter("end_ns", "mode", "kind"))
     return BinnedSteps(width_s * SECOND, tuple(bins))
 

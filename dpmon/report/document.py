@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from dpmon.model.findings.finding import Finding
-from dpmon.model.step_history import Bin
+from dpmon.model.step_history import Column
 
 MAX_ROWS = 40
 """Most rows of a table, in text and on a page."""
@@ -49,7 +49,7 @@ class OutputLines(NamedTuple):
 class TextHistogram(NamedTuple):
     """The mean step time over the run as a row of bars, for text only; a page has plots."""
 
-    bins: Sequence[Bin]
+    bins: Sequence[Column]
     bin_ns: int
     rank_suffix: str
     """The words " of rank 0" if the run has several processes."""

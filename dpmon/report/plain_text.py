@@ -115,7 +115,7 @@ def _render_histogram(histogram: TextHistogram, width: int) -> list[str]:
         last = -(-(time_bin.end_ns - start_ns) * cell_count // length_ns) - 1
         for index in range(first, max(last, first) + 1):
             wall_ns[index] += time_bin.wall_ns
-            steps[index] += time_bin.steps
+            steps[index] += time_bin.count
     means = [total / count if count else None for total, count in zip(wall_ns, steps, strict=True)]
     highest = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else BAR_CHARS[min(int(mean / highest * 8), 7)] for mean in means)

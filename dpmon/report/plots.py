@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
-from dpmon.model.mode_stats import slowest_first
 from dpmon.model.nodes import gpu_name
+from dpmon.model.rank_stats import slowest_first
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ModeChange
-from dpmon.model.step_history import PARTS, Bin
+from dpmon.model.step_history import Column
 from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
@@ -59,7 +59,7 @@ def _time_span(run: RunAnalysis) -> TimeSpan:
     return TimeSpan(_to_seconds(start_ns), _to_seconds(end_ns), plot_marks)
 
 
-def _other_kind_marks(bins: Sequence[Bin]) -> list[TimeMark]:
+def _other_kind_marks(bins: Sequence[Column]) -> list[TimeMark]:
     """Return the times of steps of other kinds than the main kind, in which adjacent bins are merged."""
     marks: list[TimeMark] = []
     for time_bin in sorted(bins, key=lambda time_bin: time_bin.start_ns):
@@ -74,7 +74,7 @@ def _is_mode_switch(change: ModeChange) -> bool:
     return change.t_ns is not None and change.requested_by != "start" and change.refused is None
 
 
-def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
+def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Column]]]:
     """Return title, color and bins of each mode; other kinds of steps are separate, in other colors."""
     all_stats = (*run.modes, *run.other_modes)
     titles = {(stats.other_kind, stats.mode): sentences.mode_title(stats) for stats in all_stats}
@@ -96,7 +96,7 @@ def _to_seconds(ns: int) -> float:
     return round(ns / 1e9, 3)
 
 
-def _points_over_time(bins: Sequence[Bin], value: Callable[[Bin], float]) -> list[tuple[float, float, float]]:
+def _points_over_time(bins: Sequence[Column], value: Callable[[Column], float]) -> list[tuple[float, float, float]]:
     return [(_to_seconds(b.start_ns), _to_seconds(b.end_ns), round(value(b), 6)) for b in bins]
 
 
@@ -105,7 +105,7 @@ def _step_time_plot(run: RunAnalysis) -> Plot | None:
         return None
     series = []
     for title, color, bins in _bins_by_mode(run):
-        means = _points_over_time(bins, lambda time_bin: time_bin.wall_ns / time_bin.steps / 1e6)
+        means = _points_over_time(bins, lambda time_bin: time_bin.wall_ns / time_bin.count / 1e6)
         longest = _points_over_time(bins, lambda time_bin: time_bin.longest_ns / 1e6)
         series.append(PlotSeries(f"{title}: mean", color, means, "steps"))
         series.append(PlotSeries(f"{title}: longest", color, longest, "dots"))
@@ -141,7 +141,7 @@ def _throughput_plot(run: RunAnalysis) -> Plot | None:
 
 def _parts_plot(run: RunAnalysis) -> Plot | None:
     # One bar per interval, whatever its modes: two bars would cover each other.
-    bins_by_end: dict[int, list[Bin]] = {}
+    bins_by_end: dict[int, list[Column]] = {}
     for time_bin in run.binned_steps.bins:
         if not time_bin.other_kind:
             bins_by_end.setdefault(time_bin.end_ns, []).append(time_bin)
@@ -150,9 +150,9 @@ def _parts_plot(run: RunAnalysis) -> Plot | None:
     points_by_part: dict[str, list[tuple[float, float, float]]] = {name: [] for name in _PHASE_ORDER}
     previous_end = 0.0
     for end_ns, bins in bins_by_end.items():
-        start, end, steps = _to_seconds(min(b.start_ns for b in bins)), _to_seconds(end_ns), sum(b.steps for b in bins)
-        for part, name in enumerate(PARTS):
-            mean_ns = sum(b.parts[part] for b in bins) / steps
+        start, end, steps = _to_seconds(min(b.start_ns for b in bins)), _to_seconds(end_ns), sum(b.count for b in bins)
+        for part, name in enumerate(_PHASE_ORDER):
+            mean_ns = sum(b.phases[part] for b in bins) / steps
             points_by_part[name].append((max(start, previous_end), end, round(mean_ns / 1e6, 6)))
         previous_end = end
     shown = {name: points for name, points in points_by_part.items() if any(mean for _, _, mean in points)}

@@ -10,16 +10,15 @@ from dpmon.model.device_usage import DeviceUsage, HostUsage
 from dpmon.model.epoch_progress import Progress, format_progress
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.mode_comparison import verdict_sentence
-from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.step_history import PARTS, Bin
+from dpmon.model.step_history import Column
 from dpmon.model.stragglers import RankTimes, Straggler, straggler_sentence
-from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING
+from dpmon.record.schema import EVALUATION, PHASES, STEP_KINDS, TRAINING
 from dpmon.report import tables
 from dpmon.report.report_data import ReportData
 from dpmon.store.loss_table import LossBin
-from dpmon.store.step_stats import quantities_to_json, rate_to_json
+from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.text.fact_table import fields_of
 
 _MAX_GAPS = 100
@@ -110,7 +109,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
     }
 
 
-def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
+def _mode_members(run: RunAnalysis, stats: StepStats) -> dict[str, object]:
     return {
         **tables.mode_table(run).as_json(stats),
         "rank": run.rank(stats.process),
@@ -121,7 +120,7 @@ def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
         **rate_to_json(stats.rate),
         "phases": {
             phase.name: {**tables.PHASES.as_json(phase), "device_count": phase.device_count, "count": phase.ran}
-            for phase in stats.phases
+            for phase in stats.ran_phases
         },
         "quantities": quantities_to_json(stats.known_quantities),
     }
@@ -190,14 +189,15 @@ def _mode_comparison_members(run: RunAnalysis) -> dict[str, object] | None:
     }
 
 
-def _bin_members(time_bin: Bin) -> dict[str, object]:
+def _bin_members(time_bin: Column) -> dict[str, object]:
     return {
-        **fields_of(time_bin, "start_ns", "end_ns", "steps", "elapsed_ns", "longest_ns", "samples"),
+        **fields_of(time_bin, "start_ns", "end_ns", "elapsed_ns", "longest_ns", "samples"),
+        "steps": time_bin.count,
         "evaluation": time_bin.kind == EVALUATION,
         "step_kind": STEP_KINDS[time_bin.kind],
         "mode": time_bin.mode or None,
-        "mean_ms": time_bin.wall_ns / time_bin.steps / 1e6,
-        "parts_ms": {name: part_ns / 1e6 for name, part_ns in zip(PARTS, time_bin.parts, strict=True)},
+        "mean_ms": time_bin.wall_ns / time_bin.count / 1e6,
+        "parts_ms": {phase.name: ns / 1e6 for phase, ns in zip(PHASES, time_bin.phases, strict=True)},
     }
 
 

@@ -8,11 +8,12 @@ from typing import TypeVar
 from dpmon.model.device_memory import missing_value_reasons
 from dpmon.model.findings.device_findings import busy_cpus_note
 from dpmon.model.findings.finding_evidence import MIN_STEPS, measured_modes, process_suffix
-from dpmon.model.mode_stats import ModeStats, RankSummary, slowest_first
 from dpmon.model.nodes import gpu_name
 from dpmon.model.pauses import Pause
+from dpmon.model.rank_stats import RankSummary, slowest_first
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.stragglers import straggler_sentence
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.report import sentences, tables
 from dpmon.report.document import (
     MAX_ROWS,
@@ -30,6 +31,7 @@ from dpmon.report.plots import build_plots
 from dpmon.report.report_data import ReportData
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
+from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.fact_table import FactTable
 from dpmon.text.formatting import (
     format_count,
@@ -119,12 +121,12 @@ def _too_few_steps_text(run: RunAnalysis) -> str:
     return f"too few steps for findings: {count} counted, {MIN_STEPS} needed{left_out_text}"
 
 
-def _stats_of_modes(run: RunAnalysis) -> list[ModeStats]:
+def _stats_of_modes(run: RunAnalysis) -> list[StepStats]:
     """Return the stats of each mode: first those of the main kind of steps, then those of others."""
     return [*(stats for stats in run.modes if stats.steps), *run.other_modes]
 
 
-def _phases_subtitle(stats: ModeStats) -> str:
+def _phases_subtitle(stats: StepStats) -> str:
     process = "" if stats.process_name is None else f", {stats.process_name}"
     return f" of a step, {sentences.mode_title(stats)}{process}"
 
@@ -167,13 +169,18 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
     return [*_table(tables.LOSSES, run.whole_losses), *_paragraphs(notes, is_note=True)]
 
 
-def _phase_parts(run: RunAnalysis, stats: ModeStats) -> list[Part]:
+def _phase_parts(run: RunAnalysis, stats: StepStats) -> list[Part]:
     """Return a table with a row per phase: its host time, and its device time if any is known; then notes."""
     steps = run.window.tally(stats.mode, stats.kind).steps
     notes = sentences.phase_notes(stats, run.layouts.calls(stats.mode, stats.kind) / max(steps, 1))
-    nested = stats.nested_phases()
-    labels = ["  " * depth + phase.name for depth, phase in nested]
-    return [*_table(tables.PHASES, [phase for _, phase in nested], labels), *_paragraphs(notes, is_note=True)]
+    rows: list[tuple[str, PhaseStats]] = []
+    for phase in stats.ran_phases:
+        if phase.name not in CALL_PHASES:
+            rows.append((phase.name, phase))
+        if phase.name == "forward":
+            rows += [(f"  {part.name}", part) for part in stats.ran_phases if part.name in CALL_PHASES]
+    labels = [label for label, _ in rows]
+    return [*_table(tables.PHASES, [phase for _, phase in rows], labels), *_paragraphs(notes, is_note=True)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dpmon.model.findings.finding_evidence import process_suffix
 from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
-from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ProcessInfo
@@ -18,6 +17,7 @@ from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData
 from dpmon.run.lifecycle import has_succeeded
 from dpmon.run.run_directory import ExitInfo
+from dpmon.store.step_stats import StepStats
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.text.formatting import (
     format_calls_so_far,
@@ -204,7 +204,7 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     return lines
 
 
-def phase_notes(stats: ModeStats, calls_per_step: float) -> list[str]:
+def phase_notes(stats: StepStats, calls_per_step: float) -> list[str]:
     """Return notes below the table of phases: on their times, and the quantities of the steps.
 
     `calls_per_step`: mean number of calls in these steps.
@@ -213,7 +213,7 @@ def phase_notes(stats: ModeStats, calls_per_step: float) -> list[str]:
     if stats.process_name is not None:
         counts_text = format_count_with_noun(stats.steps, "step") + format_updates(stats.steps, stats.tally.updates)
         lines.append(f"{counts_text} of {stats.process_name}")
-    lines += [*host_waits(stats.phases), *timed_steps_note(stats.phases)]
+    lines += [*host_waits(stats.ran_phases), *timed_steps_note(stats.ran_phases)]
     if calls_per_step >= 2 and stats.phase("backward") is not None:
         lines.append(
             "samples of a step: the rows of its largest call; if it accumulates gradients, of all its micro-batches"
@@ -221,7 +221,7 @@ def phase_notes(stats: ModeStats, calls_per_step: float) -> list[str]:
     return lines + format_quantities(stats)
 
 
-def mode_title(stats: ModeStats) -> str:
+def mode_title(stats: StepStats) -> str:
     """Return the name of a mode, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen.
 
     Steps of another kind than the main kind have its word: "single, evaluation".

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from dpmon.model.epoch_progress import Epoch
     from dpmon.model.layouts import ReplicaStats, StageSizes
     from dpmon.model.loss_curves import LossCurve
-    from dpmon.model.mode_stats import ModeStats, RankSummary
+    from dpmon.model.rank_stats import RankSummary
     from dpmon.model.run_analysis import RunAnalysis
     from dpmon.model.stragglers import RankTimes
-    from dpmon.store.step_stats import PhaseStats
+    from dpmon.store.step_stats import PhaseStats, StepStats
 
 _ON_DEVICE, _FLOW = "on device", "received -> returned"
 _DEVICE_MS = "device_median_ms"
@@ -78,7 +78,7 @@ LOSSES: FactTable[LossCurve] = FactTable(
 )
 
 
-def mode_table(run: RunAnalysis) -> FactTable[ModeStats]:
+def mode_table(run: RunAnalysis) -> FactTable[StepStats]:
     """Return the table of steps by mode. With several processes, its times are those of one; the rest covers all."""
     return FactTable(
         FactColumn("mode", lambda stats: stats.mode, TEXT),
@@ -111,7 +111,7 @@ _DEVICE_TIME: FactColumn[Any] = FactColumn(
     _ON_DEVICE,
     lambda part: part.device_ns,
     member=_DEVICE_MS,
-    why=lambda part: getattr(part, "untimed", None),
+    why=lambda part: part.untimed,
     is_optional=True,
 )
 PART_TIMES: FactTable[Any] = FactTable(_DEVICE, (_DEVICE, _HOST_TIME, _DEVICE_TIME))

@@ -40,8 +40,6 @@ HOST = -1
 """Device index of the host."""
 _MAX_PROCESS_EVENTS = 64
 """How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
-_SAMPLED = ("util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w")
-"""The values of a sample for the charts; a sample has one of the first two."""
 
 
 class EventRow(NamedTuple):
@@ -62,19 +60,41 @@ class EventRow(NamedTuple):
 EVENTS = StoreTable("events", EventRow, SCHEMA, sent=NUMBERED)
 
 
-class ChartSample(NamedTuple):
-    """The values of one device sample (-1: of the host) for the charts. Unknown values are None."""
+class DeviceSample(NamedTuple):
+    """One sample of a GPU, or of the host of a node (device below 0): members of its event; unknown values are None."""
 
     id: int
     t_ns: int
     device: int
-    util: float | None
-    """Utilization of the device, or of the host's CPU cores (%)."""
-    mem_used: float | None
-    """Memory in use (bytes); `mem_total` is in bytes, too."""
-    mem_total: float | None
-    power: float | None
-    """Watts."""
+    """Index of the GPU; HOST for the host, HOST - n for that of node n."""
+    util_pct: float | None
+    cpu_pct: float | None
+    mem_used_bytes: float | None
+    mem_total_bytes: float | None
+    power_w: float | None
+    mem_run_bytes: int | None = None
+    run_mem_bytes: int | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    cpus: int | None = None
+    run_cpu_pct: float | None = None
+    load_1m: float | None = None
+    of_run: int | None = None
+    throttle: str | None = None
+    """A list as JSON, as `ordinals`."""
+    name: str | None = None
+    uuid: str | None = None
+    ordinals: str | None = None
+    gpu_absent: str | None = None
+
+    @property
+    def use_pct(self) -> float | None:
+        """Utilization of the GPU, or of the host's CPU cores (%)."""
+        return self.cpu_pct if self.device < 0 else self.util_pct
+
+
+_SAMPLE_MEMBERS = DeviceSample._fields[3:]
+_CHART_MEMBERS = _SAMPLE_MEMBERS[: _SAMPLE_MEMBERS.index("power_w") + 1]
 
 
 @lru_cache(maxsize=1024)  # every frame of the screen needs the same lasting events
@@ -118,11 +138,6 @@ def read_events(store: Store, *kinds: str, limit: int = -1) -> list[Event]:
     condition = f"{_of_kinds(kinds)} AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
     rows = EVENTS.select(store.connection, condition, (*kinds, store.until_ns, limit))
     return [row.event for row in rows][::-1]
-
-
-def iter_events(store: Store, *kinds: str) -> Iterator[Event]:
-    """Yield all events of some kinds, one at a time: all device samples together may not fit into memory."""
-    return (row.event for row in EVENTS.select(store.connection, f"{_of_kinds(kinds)} ORDER BY id", kinds))
 
 
 def _of_kinds(kinds: Sequence[str]) -> str:
@@ -171,25 +186,25 @@ def read_newest_memory(store: Store, processes: Sequence[int], until_ns: int = L
     return {process: parse_event(text) for process, text in store.query(query, (min(until_ns, store.until_ns),))}
 
 
-def read_chart_samples(store: Store, duration_ns: int, after_id: int = 0, node: int | None = None) -> list[ChartSample]:
-    """Return the device and host samples of the last `duration_ns` before the newest one, in order.
+def iter_samples(
+    store: Store, since_ns: int = 0, *, after_id: int = 0, node: int | None = None, for_charts: bool = False
+) -> Iterator[DeviceSample]:
+    """Yield the samples of GPUs and hosts from a time (ns) up to the time of the store, in order.
 
-    `after_id`: return all samples after this id instead. `node`: return only the samples of this node.
+    `after_id`: only samples after this id. `node`: only those of this node. `for_charts`: without the members that
+    have a default.
     """
-    if after_id:
-        condition, lower_bound = "id > ? AND +t_ns <= ?", after_id
-    else:
-        newest_ns = last_sample_ns(store.connection) or 0
-        condition, lower_bound = "t_ns >= ? AND t_ns <= ?", min(newest_ns, store.until_ns) - duration_ns
     # SQLite parses the JSON ten times as fast as Python.
-    index, *values = (f"json_extract(json, '$.{name}')" for name in ("index", *_SAMPLED))
-    util, cpu, *others = (f"CAST({value} AS REAL)" for value in values)
+    members = (f"json_extract(json, '$.{member}')" for member in (_CHART_MEMBERS if for_charts else _SAMPLE_MEMBERS))
+    host = f"{HOST} - ifnull(json_extract(json, '$.node'), 0)"
     query = (
-        f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {HOST} ELSE {index} END AS device,"
-        f" CASE kind WHEN 'host' THEN {cpu} ELSE {util} END, {', '.join(others)} FROM events WHERE {condition}"
-        f" AND {_IS_SAMPLE} AND (?3 IS NULL OR process = -1 - ?3) AND typeof(device) = 'integer' ORDER BY id"
+        f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {host} ELSE json_extract(json, '$.index') END AS device,"
+        f" {', '.join(members)} FROM events"
+        f" WHERE {'id > ?1 AND +t_ns >= ?2 AND +t_ns <= ?3' if after_id else 't_ns >= ?2 AND t_ns <= ?3 AND id > ?1'}"
+        f" AND {_IS_SAMPLE} AND (?4 IS NULL OR process = -1 - ?4) AND typeof(device) = 'integer' ORDER BY id"
     )
-    return [ChartSample(*row) for row in store.query(query, (lower_bound, store.until_ns, node))]
+    rows = store.connection.rows(query, (after_id, since_ns, store.until_ns, node))
+    return (DeviceSample(*row) for row in rows)
 
 
 def read_sample(store: Store, event_id: int) -> Event | None:

@@ -29,12 +29,14 @@ from dpmon.record.schema import (
     SECOND,
     STEP,
     STEP_KINDS,
+    STEP_PHASES,
     TRAINING,
     WARM_UP,
     Quantity,
     device_series,
     step_kind,
 )
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.activity_times import TimeRow, read_times
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
@@ -111,6 +113,38 @@ class StepStats:
     phases: tuple[PhaseStats, ...]
     tally: Tally
     """The tally that the statistics were computed from."""
+    process: int = 0
+    """The process that the steps are of, in a report."""
+    process_name: str | None = None
+    """The name of that process, such as "rank 0"; None if it is the only one."""
+    other_kind: str = ""
+    """Word for the kind of the steps if it is not the main kind of the run."""
+    virtual: bool = False
+    distributed: str | None = None
+    """How ranks called one model together in these steps (a key of RANK_MODES); None if they did not."""
+    early: Tally | None = None
+    """The first third of the steps; None with too few steps."""
+    late: Tally | None = None
+    """The last third."""
+    settled: StepStats | None = None
+    """The statistics without warm-up steps; None if they are not separate."""
+    warm_up_steps: int = 0
+    """In `settled`: the number of steps that are left out."""
+
+    @property
+    def settled_stats(self) -> StepStats:
+        """The statistics without warm-up steps if they are known, or else these statistics."""
+        return self.settled or self
+
+    @property
+    def ran_phases(self) -> tuple[PhaseStats, ...]:
+        """The phases that ran, those of calls last, without REST."""
+        ran = {phase.name: phase for phase in self.phases if phase.ran}
+        return tuple(ran[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in ran)
+
+    def phase_share(self, *names: str) -> float:
+        """Return the share of all step time (0 to 1) that these phases took together."""
+        return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
 
     @property
     def disjoint_phases(self) -> tuple[PhaseStats, ...]:

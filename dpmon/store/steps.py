@@ -271,13 +271,21 @@ def read_steps(store: Store, limit: int, *, process: int | None = None, main_onl
 
 
 def read_called_steps(store: Store, process: int, calls: int) -> list[Step]:
-    """Return the newest steps of a process with calls, and calls alone, until they have `calls` calls, newest first."""
-    condition = "WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL ORDER BY id DESC LIMIT ?"
+    """Return the newest steps of a process with calls, and calls alone, until they have `calls` calls, newest first.
+
+    The steps have no phases, counts, spans and device times.
+    """
+    query = (
+        "SELECT step, mode, start_ns, wall_ns, kind, last_call, called FROM steps"
+        " WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL ORDER BY id DESC LIMIT ?"
+    )
     values = process, store.first_id(process), store.last_id(process), calls
-    steps = []
-    for row in STEPS.select(store.connection, condition, values):
-        steps.append(row.to_record(store.ranks.get(process)))
-        calls -= len(steps[-1].calls)
+    steps, rank = [], store.ranks.get(process)
+    for number, mode, start_ns, wall_ns, kind, last_call, called in store.connection.rows(query, values):
+        rows = decode_calls(called, start_ns, last_call)
+        step = Step(process, rank, number, mode, start_ns, wall_ns, None, {}, kind=step_kind(kind), calls=rows)
+        steps.append(step)
+        calls -= len(rows)
         if calls <= 0:
             break
     return steps

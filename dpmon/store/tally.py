@@ -6,7 +6,7 @@ figures between two times come from a merged tally.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dpmon.record.schema import STEP
@@ -32,6 +32,11 @@ class SeriesStats:
         return (self.count, self.total, self.counts) == (other.count, other.total, other.counts)
 
     __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> SeriesStats:
+        """Return the statistics of some values."""
+        return cls(len(values), sum(values), quantile_sketch.pack_values(values) if values else b"")
 
     @property
     def counts(self) -> Counts:

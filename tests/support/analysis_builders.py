@@ -12,8 +12,7 @@ from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_usage import DeviceUsage
 from dpmon.model.layouts import CallLayouts, IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
-from dpmon.model.mode_stats import ModeStats
-from dpmon.store.step_stats import PhaseStats, Rate
+from dpmon.store.step_stats import PhaseStats, Rate, StepStats
 from dpmon.store.steps import MEASURED, StepRow
 from dpmon.store.tally import SeriesStats, Tally
 from support.history_builders import run_analysis_with, series_stats, with_changes
@@ -23,7 +22,7 @@ MS = 1_000_000
 GIB = 1 << 30
 
 
-def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeStats:
+def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> StepStats:
     """Return a mode with these shares of phases."""
     phases = tuple(
         PhaseStats(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
@@ -31,7 +30,7 @@ def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **s
     )
     rate = Rate(1000.0, None, 1000.0, None)
     times = median_ms * MS, median_ms * 1.3 * MS, median_ms * MS
-    return ModeStats(name, False, steps, 0, *times, rate, phases, Tally())
+    return StepStats(name, False, steps, 0, *times, rate, phases, Tally())
 
 
 GOOD_MODE = mode_stats(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)
@@ -43,7 +42,7 @@ def _tally_of_third(median: float, quarter: float, **phases: float) -> Tally:
     return Tally(stats={"step": steps, **{name: series_stats([int(ms * MS)]) for name, ms in phases.items()}})
 
 
-def slowing_mode(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeStats:
+def slowing_mode(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> StepStats:
     first, last = (
         _tally_of_third(early, p75, data=1, other=1),
         _tally_of_third(late, p25, data=1.1, other=max(late - early, 0)),

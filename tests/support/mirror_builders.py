@@ -19,7 +19,7 @@ from dpmon.store.activity_times import read_times
 from dpmon.store.collectives import read_collective_sums
 from dpmon.store.database import HistoryConnection
 from dpmon.store.device_rollups import read_device_minutes
-from dpmon.store.events import iter_events, read_chart_samples
+from dpmon.store.events import iter_samples, read_events
 from dpmon.store.gaps import read_gaps
 from dpmon.store.loops import read_epochs
 from dpmon.store.loss_table import find_invalid_losses
@@ -147,10 +147,10 @@ def check_all_readable(records: MirrorHistory) -> None:
     everything: list[Callable[[], object]] = [
         lambda: list(read_records(store)),
         *(partial(read, store) for read in _READS),
-        lambda: read_chart_samples(store, 1 << 60), lambda: read_gaps(store, 100),
+        lambda: list(iter_samples(store)), lambda: read_gaps(store, 100),
         lambda: read_node_rows(store.connection),
         lambda: read_tallies(store, left_out=True),
-        lambda: list(iter_events(store, "device", "host", "process", "memory")),
+        lambda: read_events(store, "device", "host", "process", "memory"),
         lambda: read_longest_steps(store, 10, "dp"),
         *(lambda process=process: read_steps(store, 50, process=process) for process in store.ranks),
         *(lambda process=process: read_epochs(store, process, 50) for process in store.ranks),

@@ -13,7 +13,7 @@ from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_process import Process
 from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Event
+from dpmon.record.record_types import Event, Replica, Stage
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.store.loss_table import LossBin
 from dpmon.ui import screen_painter
@@ -113,7 +113,10 @@ def with_call(facts: ScreenData, **changes: Any) -> ScreenData:
     """Return the facts with changes of the last call."""
     process = shown_process(facts)
     key, track = next(iter(process.calls.items()))
-    changed = replace(track, last=replace(track.last, **changes))
+    last = replace(track.last, **changes)
+    parts: Sequence[Replica | Stage] = last.replicas or last.stages
+    timed = (replace(timed, part=part) for timed, part in zip(track.timed, parts, strict=False))
+    changed = replace(track, last=last, timed=tuple(timed))
     return with_process(facts, calls={**process.calls, key: changed})
 
 

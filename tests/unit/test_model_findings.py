@@ -18,12 +18,12 @@ from dpmon.model.findings.device_findings import busy_cpus_note
 from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
-from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart, RunEvents
 from dpmon.record.schema import EVALUATION
 from dpmon.store.gaps import Gap
+from dpmon.store.step_stats import StepStats
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
 from support.analysis_builders import (
@@ -149,7 +149,7 @@ FAST = mode_stats(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
     ],
 )
 def test_workers_are_advised_only_where_they_help(
-    facts: ModeStats, machine: HostUsage | None, said: str, not_said: str
+    facts: StepStats, machine: HostUsage | None, said: str, not_said: str
 ) -> None:
     found = [
         finding

@@ -235,6 +235,5 @@ def test_times_of_evaluation_and_training_are_separate() -> None:
         ([*evaluated, *part(5, 9000, False)], (4, 9000)),
     ):
         (track,) = of_run(made).calls.values()
-        (times,) = track.times
-        assert times is not None
-        assert (times.calls, times.middle) == (expected[0], pytest.approx(expected[1], rel=0.004))
+        (timed,) = track.timed
+        assert (timed.time.count, timed.host_ns) == (expected[0], pytest.approx(expected[1], rel=0.004))

@@ -15,10 +15,10 @@ import pytest
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.step_history import BINS, PARTS
+from dpmon.model.step_history import BINS
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event, Step
-from dpmon.record.schema import EVALUATION, TRAINING
+from dpmon.record.schema import EVALUATION, PHASES, TRAINING
 from dpmon.record.shared_names import DDP
 from dpmon.report.document import MAX_ROWS, Plot, PlotSeries, Table, TimeSpan
 from dpmon.report.health import read_health
@@ -356,11 +356,12 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
     bins = read_report(write_run_directory({0: payloads}, seconds=1000.0)).run.binned_steps.bins
+    backward = [phase.name for phase in PHASES].index("backward")
     assert len({one.end_ns for one in bins}) <= BINS
-    assert sum(one.steps for one in bins) == 3000
+    assert sum(one.count for one in bins) == 3000
     assert sum(one.samples or 0 for one in bins) == 12_000
-    assert sum(sum(one.parts) for one in bins) == 3000 * 250_000_000
-    assert sum(one.parts[PARTS.index("backward")] for one in bins) == 3000 * 3000
+    assert sum(sum(one.phases) for one in bins) == 3000 * 250_000_000
+    assert sum(one.phases[backward] for one in bins) == 3000 * 3000
 
 
 def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> None:

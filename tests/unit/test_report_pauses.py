@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.device_usage import DeviceUsageBuilder
+from dpmon.model.device_usage import SampledDevices
 from dpmon.model.pauses import (
     Pause,
     PauseTotals,
@@ -30,7 +30,7 @@ from dpmon.report.plots import build_plots
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
 from support.format_readers import lines_of_section, report_json_of, report_text
-from support.history_builders import read_report, snapshot_of_directory, write_run_directory
+from support.history_builders import open_store_with, read_report, snapshot_of_directory, write_run_directory
 from support.record_builders import SECOND, Training, device_event, pause_event, records_of_rows
 
 
@@ -229,10 +229,8 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
 
 def test_a_gpu_sampled_only_in_pauses_has_no_utilization() -> None:
     """Its work in a pause does not belong to the training."""
-    devices = DeviceUsageBuilder([(5 * SECOND, 30 * SECOND)])
-    for second in (10, 20):
-        devices.add_sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
-    (found,) = devices.gpus()
+    samples = [device_event(t_s, 0, util_pct=0.0, mem_used_bytes=5) for t_s in (10.0, 20.0)]
+    (found,) = SampledDevices(open_store_with(samples), [(5 * SECOND, 30 * SECOND)]).gpus
     assert (found.util_median, found.mem_used_max) == (None, 5)
 
 

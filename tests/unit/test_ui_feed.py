@@ -49,7 +49,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     process = feed.state.representative
     assert process is not None
     assert process.last_step is not None
-    assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
+    assert (process.last_step.step, process.ranged.steps, feed.state.over) == (400, 400, True)
     assert feed.exit_info is not None
     assert (feed.exit_info.status, feed.build_screen_data(View()).exit_cause) == (3, cause)
 

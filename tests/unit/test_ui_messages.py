@@ -27,7 +27,7 @@ from support.screen_states import RUN_INFO, STYLE, exit_info_of, paint_screen, s
 
 def trained(steps: int = 200, *, over: bool = False, **options: Any) -> ScreenData:
     training = Training(**options)
-    state = snapshot_of_rows([*training.begin(), *training.run(steps)], over=over)
+    state = snapshot_of_rows([*training.begin(), *training.run(steps)], over=over, span_s=0 if over else 120)
     return ScreenData(state, training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
@@ -146,8 +146,8 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     facts, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
     process = shown_process(over)
     mean = throughput_of(process, over.state, over.now_ns)
-    assert process.whole.mean_ns is not None
-    walls = 400 * process.whole.mean_ns / 1e9
+    assert process.ranged.mean_ns is not None
+    walls = 400 * process.ranged.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
     over = replace(over, exit_info=exit_info_of(0, None, facts.now_ns), can_toggle=False)

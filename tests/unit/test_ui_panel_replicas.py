@@ -73,15 +73,15 @@ def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
 def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> None:
     facts = screen_data_of(Training(devices=[f"cpu:{i}" for i in range(2)]))
     (track,) = shown_process(facts).calls.values()
-    times = [spread for spread in track.times if spread is not None]
-    slowest = max(spread.high for spread in times)
+    times = [part.time for part in track.timed]
+    slowest = max(time.quantile(0.95) or 0.0 for time in times)
     header = rows_text(panel_replicas.render_panel(facts, 90, 9, STYLE))[0]
-    fastest = min(spread.low for spread in times)
+    fastest = min(time.quantile(0.05) or 0.0 for time in times)
     low, *what, high = header.split()[-5:]
     assert (" ".join(what), high) == ("5 to 95%", format_duration(slowest, ""))
     assert low == format_duration(min(fastest, slowest * 0.7), ""), "the left edge"
     said = " ".join(rows_text(panel_replicas.render_full_screen(facts, 100, 40, STYLE)))
-    assert f"the median of {times[0].calls} calls" in said
+    assert f"the median of {times[0].count} calls" in said
     assert f" to {format_duration(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
 
 
@@ -150,4 +150,4 @@ def test_sizes_of_an_evaluation_say_that_they_are() -> None:
     training.batch, training.step_ns = 30, 2_400_000
     again = shown(*later, *training.run(1))
     (track,) = again.state.processes[0].calls.values()
-    assert [spread.calls for spread in track.times if spread] == [51, 51], "the training's times are there again"
+    assert [part.time.count for part in track.timed] == [51, 51], "the training's times are there again"

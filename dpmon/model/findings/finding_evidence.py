@@ -10,8 +10,8 @@ from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.formatting import format_long_duration, format_percent
 
 if TYPE_CHECKING:
-    from dpmon.model.mode_stats import ModeStats
     from dpmon.model.run_analysis import RunAnalysis
+    from dpmon.store.step_stats import StepStats
 
 MIN_STEPS = 30
 """Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""
@@ -19,7 +19,7 @@ MIN_DATA_SHARE = 0.2
 """Smallest share of the step to report. A loader that keeps up takes a few per cent (taking a batch from a queue)."""
 
 
-def measured_modes(run: RunAnalysis) -> Iterator[ModeStats]:
+def measured_modes(run: RunAnalysis) -> Iterator[StepStats]:
     """Yield the modes of each process that have enough steps for findings; the shown processes come first.
 
     The first steps are left out, because loaders start and memory is allocated in them.
@@ -28,9 +28,9 @@ def measured_modes(run: RunAnalysis) -> Iterator[ModeStats]:
     yield from (stats for stats in settled if stats.steps >= MIN_STEPS)
 
 
-def most_affected(run: RunAnalysis, share_of: Callable[[ModeStats], float], min_share: float) -> Iterator[ModeStats]:
+def most_affected(run: RunAnalysis, share_of: Callable[[StepStats], float], min_share: float) -> Iterator[StepStats]:
     """Yield for each mode the process with the largest share of a kind of time, if that is `min_share` or more."""
-    worst_by_mode: dict[str, ModeStats] = {}
+    worst_by_mode: dict[str, StepStats] = {}
     for stats in measured_modes(run):
         worst = worst_by_mode.get(stats.mode)
         if share_of(stats) >= min_share and (worst is None or share_of(stats) > share_of(worst)):
@@ -38,17 +38,17 @@ def most_affected(run: RunAnalysis, share_of: Callable[[ModeStats], float], min_
     yield from worst_by_mode.values()
 
 
-def rank_suffix(stats: ModeStats) -> str:
+def rank_suffix(stats: StepStats) -> str:
     """Return " of rank 1" if the run has several processes; else empty."""
     return "" if stats.process_name is None else f" of {stats.process_name}"
 
 
-def mode_suffix(stats: ModeStats, run: RunAnalysis) -> str:
+def mode_suffix(stats: StepStats, run: RunAnalysis) -> str:
     """Return " in mode dp" if the run has several modes; else empty."""
     return f" in mode {stats.mode}" if len(run.modes) > 1 and stats.mode else ""
 
 
-def format_phase_times(stats: ModeStats, name: str) -> str:
+def format_phase_times(stats: StepStats, name: str) -> str:
     """Return the median and p95 of a phase as text, and its median on the device if it is known."""
     phase = stats.phase(name)
     if phase is None:
@@ -86,7 +86,7 @@ def data_share(stats: StepStats) -> float:
     return (data.device_share if is_timed(data) else data.share) or 0.0
 
 
-def time_of_share(stats: ModeStats, share: float) -> float:
+def time_of_share(stats: StepStats, share: float) -> float:
     """Return the elapsed time (s) of a share of the step (0 to 1), over all steps of the process in this mode.
 
     Warm-up steps count with the mean of the others.

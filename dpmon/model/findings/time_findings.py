@@ -34,8 +34,8 @@ from dpmon.text.formatting import format_elapsed, format_long_duration, format_p
 
 if TYPE_CHECKING:
     from dpmon.model.device_usage import HostUsage
-    from dpmon.model.mode_stats import ModeStats
     from dpmon.model.run_events import LoaderStart
+    from dpmon.store.step_stats import StepStats
 
 MIN_COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -74,7 +74,7 @@ LONG_STEP_SHARE = 0.05
 
 
 def _phase_finding(
-    kind: str, stats: ModeStats, phases: tuple[str, ...], share: float, text: str, advice: str, more: str = ""
+    kind: str, stats: StepStats, phases: tuple[str, ...], share: float, text: str, advice: str, more: str = ""
 ) -> Finding:
     """Return a finding about phases that take much of every step of a process. `more`: evidence beside their times."""
     times = "".join(f"{name} {format_phase_times(stats, name)}; " for name in phases)
@@ -104,7 +104,7 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
         yield _phase_finding("data", stats, ("data",), share, text, _data_advice(stats, run), more)
 
 
-def _is_only_straggler_waiting(run: RunAnalysis, stats: ModeStats) -> bool:
+def _is_only_straggler_waiting(run: RunAnalysis, stats: StepStats) -> bool:
     """Return whether waits for data make the straggler slow, while the other ranks hardly wait for data."""
     straggler = None if run.whole_communication is None else run.whole_communication.straggler
     if straggler is None or straggler.phase != "data" or straggler.steps < MIN_STEPS:
@@ -114,7 +114,7 @@ def _is_only_straggler_waiting(run: RunAnalysis, stats: ModeStats) -> bool:
     return straggler.others_ns < MIN_DATA_SHARE * stats.mean_ns
 
 
-def _data_advice(stats: ModeStats, run: RunAnalysis) -> str:
+def _data_advice(stats: StepStats, run: RunAnalysis) -> str:
     fetch = stats.phase("data")
     median = None if fetch is None else fetch.median_ns
     mean = None if fetch is None or fetch.share is None or stats.mean_ns is None else fetch.share * stats.mean_ns
@@ -172,7 +172,7 @@ def find_slow_copies(run: RunAnalysis) -> Iterator[Finding]:
     Only device times count: on the host, a copy may also wait for other work.
     """
 
-    def copy_share(stats: ModeStats) -> float:
+    def copy_share(stats: StepStats) -> float:
         copy = stats.phase("copy")
         return (copy.device_share or 0.0) if copy is not None and is_timed(copy) else 0.0
 
@@ -327,7 +327,7 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _longest_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
+def _longest_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
     """Return the longest steps of a process in a mode, the longest first, without those that mostly wait for input."""
     waits = run.announced.input_waits(stats.process)
     return [
@@ -338,7 +338,7 @@ def _longest_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
     ]
 
 
-def _long_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
+def _long_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
     """Return those of the longest steps that are far above the median; none if the steps vary widely anyway."""
     if not stats.median_ns or _spread_ratio(stats) >= MIN_SPREAD_RATIO:
         return []
@@ -350,7 +350,7 @@ def _longest_phase(step: StepRow) -> str:
     return max(step.phases, key=lambda name: step.phases[name], default="other")
 
 
-def _spread_ratio(stats: ModeStats) -> float:
+def _spread_ratio(stats: StepStats) -> float:
     return (stats.p95_ns or 0.0) / stats.median_ns if stats.median_ns else 0.0
 
 
@@ -443,7 +443,7 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _slow_fetches_s(stats: ModeStats) -> float:
+def _slow_fetches_s(stats: StepStats) -> float:
     """Return the time (s) by which fetches exceed the median, such as the first of each epoch."""
     fetch = stats.phase("data")
     if fetch is None or not fetch.mean_ns or fetch.median_ns is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dpmon.model.recent_calls import CallTimings, TimePercentiles
+from dpmon.model.recent_calls import CallTimings, TimedPart
 from dpmon.model.run_process import Process
-from dpmon.record.record_types import Call, Replica, Size, Stage, count_rows
+from dpmon.record.record_types import Call, Size, Stage, count_rows
 from dpmon.record.schema import TRAINING
 from dpmon.report.tables import PART_TIMES
 from dpmon.sanitize import sanitize_line
@@ -30,6 +30,7 @@ class CallChoice(NamedTuple):
 
 
 _RANGE_TITLE = "5 to 95%"
+_LOW, _HIGH = 0.05, 0.95
 _MAX_UNSEEN_STEPS = 64
 """A call that has not been seen for more than this many steps can no longer be chosen."""
 
@@ -148,41 +149,9 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     return rows
 
 
-class _TimedPart(NamedTuple):
-    """A replica or a stage of a call, with its times in similar calls."""
-
-    part: Replica | Stage
-    number: int
-    device: str
-    spread: TimePercentiles | None
-    device_ns: float | None
-
-    @property
-    def host_ns(self) -> float | None:
-        """The median time on the host."""
-        return None if self.spread is None else self.spread.middle
-
-
-def _timed_parts(track: CallTimings) -> list[_TimedPart]:
-    """Return the replicas of the last call; of a split model, its stages."""
-    call = track.last
-    parts = [(stage.stage, stage) for stage in call.stages] if _is_staged(call) else []
-    numbered: list[tuple[int, Replica | Stage]] = [*parts, *((replica.replica, replica) for replica in call.replicas)]
-    return [
-        _TimedPart(
-            part,
-            number,
-            sanitize_line(part.device, 20),
-            track.times[number] if number < len(track.times) else None,
-            track.device_ns.get(number),
-        )
-        for number, part in numbered
-    ]
-
-
 def _part_table(track: CallTimings, width: int) -> list[Row]:
     """Return a header, and a row per replica with its share of the batch, or per stage with its incoming tensors."""
-    call, parts = track.last, _timed_parts(track)
+    call, parts = track.last, track.timed
     device, *times = fact_columns(PART_TIMES, parts, dict.fromkeys(("host time", "on device"), "bold"))
     columns = [PanelColumn("#", [str(part.number) for part in parts], "bold", min_width=2), device]
     if _is_staged(call):
@@ -201,7 +170,7 @@ def _part_table(track: CallTimings, width: int) -> list[Row]:
         return ["share".ljust(bar_width), *(filled_bar(share, bar_width) for share in shares)]
 
     def spread_bars(bar_width: int) -> Sequence[str | Row]:
-        return _spread_bars([part.spread for part in parts], bar_width)
+        return _spread_bars(parts, bar_width)
 
     columns.append(PanelColumn(cells=[""] * len(parts), rank=2, min_width=len("share"), draw=share_bars))
     spread = PanelColumn(cells=[""] * len(parts), rank=1, min_width=len("spread"), draw=spread_bars, max_width=48)
@@ -209,18 +178,19 @@ def _part_table(track: CallTimings, width: int) -> list[Row]:
     return draw_table([*columns, *times, spread], width)
 
 
-def _spread_bars(spreads: Sequence[TimePercentiles | None], width: int) -> Sequence[str | Row]:
+def _spread_bars(parts: Sequence[TimedPart], width: int) -> Sequence[str | Row]:
     """Return a title and the range of each replica's times, on a scale up to the slowest one.
 
     The scale starts at the fastest one, unless that would magnify noise.
     """
-    top = max((spread.high for spread in spreads if spread is not None), default=0.0)
-    bottom = min([spread.low for spread in spreads if spread is not None] + [top * 0.7])
+    ranges = [[part.time.quantile(fraction) or 0.0 for fraction in (_LOW, 0.5, _HIGH)] for part in parts]
+    top = max([high for _, _, high in ranges], default=0.0)
+    bottom = min([low for low, _, _ in ranges if low] + [top * 0.7])
     bars: list[str | Row] = [_scale_title(bottom, top, width)]
-    for times in spreads:
+    for part, (low, _, high) in zip(parts, ranges, strict=True):
         text = " " * width
-        if times is not None:
-            text = range_bar(times.low, times.middle, times.high, top, width, bottom)
+        if part.host_ns is not None:
+            text = range_bar(low, part.host_ns, high, top, width, bottom)
         bars.append([(text, "bar")])
     return bars
 
@@ -291,14 +261,14 @@ def _idle_device_rows(call: Call) -> list[Row]:
 
 def _host_times_note(track: CallTimings) -> str:
     """Return a sentence on the host times: how many calls they cover, their range, and how they differ from apply."""
-    spreads = [spread for spread in track.times if spread is not None]
-    if not spreads:
+    times = [part.time for part in track.timed if part.time.count]
+    if not times:
         return ""
-    call_count = max(spread.calls for spread in spreads)
-    low, high = min(spread.low for spread in spreads), max(spread.high for spread in spreads)
-    note = f"host time: each replica's own forward, the median of {format_count_with_noun(call_count, 'call')};"
+    low, high = min(time.quantile(_LOW) or 0.0 for time in times), max(time.quantile(_HIGH) or 0.0 for time in times)
+    calls_text = format_count_with_noun(max(time.count for time in times), "call")
+    note = f"host time: each replica's own forward, the median of {calls_text};"
     note += f" 5th to 95th percentile: {format_duration(low)} to {format_duration(high)}"
-    return note + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.times) > 1 else note
+    return note + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.timed) > 1 else note
 
 
 def render_full_screen(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
@@ -313,7 +283,7 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
         rows.append([(f"mode {mode}  {devices}", "dim")])
         rows += wrap_to_rows(_host_times_note(track), width)
         rows.append([])
-    for part in _timed_parts(track):
+    for part in track.timed:
         names = sanitize_line(", ".join(part.part.parts), 200) if isinstance(part.part, Stage) else ""
         heading: Row = [(f"{part.number:2} {part.device}  ", "bold"), (names, "")]
         rows.append(fit_row(heading, width))

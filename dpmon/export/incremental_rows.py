@@ -41,13 +41,7 @@ RECONNECT_FACTOR = 30
 """After a reconnection, a reader gets time buckets of this many times INITIAL_BUCKETS_S."""
 CHANGED_S = 600
 """After a reconnection, changed time buckets up to this age (s) are sent again."""
-RARE_CHUNKS, MINUTE_CHUNKS = 5, 30
-_INTERVALS = {
-    "rings": RARE_CHUNKS,
-    "shapes": RARE_CHUNKS,
-    "collective_sums": RARE_CHUNKS,
-    "device_rollups": MINUTE_CHUNKS,
-}
+_INTERVALS = {"rings": 5, "shapes": 5, "collective_sums": 5, "device_rollups": 30}
 """The changed rows of these tables are sent only in every n-th chunk."""
 SPARSE_S, SPARSE_STEPS = 5, 4
 """A reader of many nodes gets every n-th sample of devices, and every n-th step with its calls and spans."""
@@ -248,33 +242,30 @@ class IncrementalRows:
         steps: dict[tuple[int, tuple[bool, bool, int]], list[tuple[int, int, int]]] = defaultdict(list)
         """By process, by whether they are steps of a loop and averaged gradients (with accumulation, only some steps
         do), and by kind."""
-        process_by_id: dict[int, int] = {}
         query = f"SELECT id, process, step, kind, sync_number, start_ns + wall_ns FROM steps {id_range}"
         for row_id, process, step, flags, sync_number, end_ns in store.query(query, ids):
-            process_by_id[row_id] = process
             similar_steps = steps[process, (step > 0, sync_number is not None, step_kind(flags))]
             number = step if sync_number is None else sync_number
             if step <= 0:  # calls alone have no number
                 number = len(similar_steps)
             similar_steps.append((row_id, number, end_ns))
-        divisor = 1 + self._sparse
-        chosen_ids: set[int] = set()
+        divisors = (2, SPARSE_STEPS) if self._sparse else (1, 1)
+        chosen_ids, detailed_ids = set[int](), set[int]()
         for (process, (is_step, *_)), similar_steps in steps.items():
-            row_ids = [row_id for row_id, _, _ in similar_steps]
+            chosen = detailed = [row_id for row_id, _, _ in similar_steps]
             if process not in self.whole:
-                row_ids = choose_step_ids(similar_steps, divisor)
-            chosen_ids.update(row_ids)
+                chosen, detailed = (choose_step_ids(similar_steps, divisor) for divisor in divisors)
+            chosen_ids.update(chosen)
+            detailed_ids.update(detailed)
             if is_step:
-                self._last_steps[process] = max([self._last_steps.get(process, 0), *row_ids])
+                self._last_steps[process] = max([self._last_steps.get(process, 0), *chosen])
         newest = f"SELECT max(id), process FROM steps {id_range} AND step > 0 GROUP BY process"
         for row_id, process in store.query(newest, (self._begun, end_id)) if is_last else ():
             if row_id > self._last_steps.get(process, 0):  # otherwise, readers would show an earlier step
+                self._last_steps[process] = row_id
                 chosen_ids.add(row_id)
-                self._last_steps[process], process_by_id[row_id] = row_id, process
-        detailed_ids = chosen_ids
-        if self._sparse:
-            detailed_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
-            detailed_ids |= {row_id for row_id in chosen_ids if process_by_id[row_id] in self.whole}
+                if not self._sparse or process in self.whole:
+                    detailed_ids.add(row_id)
         for start in range(0, len(chosen_ids), 500):
             numbers = ", ".join(map(str, sorted(chosen_ids)[start : start + 500]))
             lines += self._step_lines(store, f"WHERE id IN ({numbers})", (), detailed_ids)

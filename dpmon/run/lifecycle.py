@@ -122,9 +122,7 @@ def run_state(directory: Path, run_info: RunInfo) -> tuple[str, ExitInfo | None]
         return outcome_word(exit_info), exit_info
     if may_be_live_elsewhere(directory, run_info, exit_info):
         return ELSEWHERE, None
-    if run_info.nodes and run_info.boot_id == proc.boot_id():
-        return "running" if has_supervisor else "unsupervised", None
-    if command_alive:
+    if command_alive or (run_info.nodes and run_info.boot_id == proc.boot_id()):
         return "running" if has_supervisor else "unsupervised", None
     if command_alive is None and (has_supervisor or time.time() - run_info.started_unix < YOUNG_S):
         return "starting", None

@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpmon.record.schema import SECOND, step_kind
 from dpmon.store.collectives import COLLECTIVE_SUMS
@@ -65,14 +65,6 @@ def choose_step_ids(rows: Iterable[tuple[int, int, int]], divisor: int = 1) -> l
     return [step_id for step_id, number, _ in steps if number % one_in == 0]
 
 
-class _BucketRange(NamedTuple):
-    """Time buckets of one width between two seconds of the tables."""
-
-    width: int
-    begin_s: int
-    end_s: int
-
-
 class IncrementalRows:
     """The rows of a history for one reader: what was sent, and what to send next."""
 
@@ -112,8 +104,8 @@ class IncrementalRows:
         """Width of the narrowest buckets that are sent."""
         self._widths = [width for width in WIDTHS if shift_s % width == 0]
         """The widths of which all buckets are sent. With a wrong clock, others do not begin as those of the reader."""
-        self._backlog: list[_BucketRange] = []
-        """Buckets of earlier time that are not sent yet."""
+        self._backlog: list[str] = []
+        """SQL conditions for buckets of earlier time that are not sent yet, each for about MAX_BUCKETS of all keys."""
         self._first_seconds: dict[int, int] = {}
         """The start of the first bucket that is sent, by width, in seconds of the tables."""
         self._changed_from_s = 0
@@ -316,7 +308,7 @@ class IncrementalRows:
 
     def _plan_backlog(self, store: Store, upto_s: int) -> None:
         """Choose the buckets of earlier time that are sent: narrow ones only of recent time."""
-        factor = 1 if self._is_new else RECONNECT_FACTOR
+        factor, count = 1 if self._is_new else RECONNECT_FACTOR, self._buckets_per_chunk(store)
         sent_until_s = max(self._tallied_s, store.origin_s)
         self._changed_from_s = sent_until_s - CHANGED_S
         for width in WIDTHS[WIDTHS.index(self._narrowest) :]:
@@ -333,35 +325,30 @@ class IncrementalRows:
             end_s = store.buckets.made_until[width]
             if width not in self._widths:
                 end_s = min(end_s, self._first_seconds.get(self._narrowest, 0)) // width * width
-            if begin_s < end_s:
-                self._backlog.append(_BucketRange(width, begin_s, end_s))
+            for start_s in range(begin_s, end_s, count * width):
+                stop_s = min(start_s + count * width, end_s)
+                self._backlog.append(f"width = {width} AND start_s >= {start_s} AND start_s < {stop_s}")
         if self._is_new:
             self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
 
     def _bucket_lines(self, store: Store, upto_s: int) -> list[str]:
         """Return the next buckets of the backlog; after that, the new buckets up to a second, and the changed ones."""
-        ((key_count,),) = store.query("SELECT count(*) FROM keys")
-        buckets_left = MAX_BUCKETS // max(key_count, 1) + 1
-        lines: list[str] = []
-        while self._backlog and buckets_left:
-            width, begin_s, end_s = self._backlog.pop()
-            stop_s = min(begin_s + buckets_left * width, end_s)
-            if stop_s < end_s:
-                self._backlog.append(_BucketRange(width, stop_s, end_s))
-            buckets_left -= (stop_s - begin_s) // width
-            lines += self._lines_of_buckets(store, f"width = {width} AND start_s >= {begin_s} AND start_s < {stop_s}")
         if self._backlog:
-            return lines
+            return self._lines_of_buckets(store, self._backlog.pop())
         begin_s, width = self._tallied_s, self._narrowest
         wider = [other for other in self._widths if other > width]
-        self._tallied_s = max(min(begin_s + buckets_left * width, upto_s), begin_s)
+        self._tallied_s = max(min(begin_s + self._buckets_per_chunk(store) * width, upto_s), begin_s)
         new = f"width = {width} AND start_s >= {begin_s} AND start_s < {self._tallied_s}"
         changed = (  # without the plus, SQLite would not search for the numbers of transactions
             f"seq > {self._seqs['tallies']} AND +start_s + width > {self._changed_from_s}"
             f" AND (+width = {width} AND +start_s < {begin_s} OR +width IN ({', '.join(map(str, wider))}))"
         )
         self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
-        return lines + self._lines_of_buckets(store, new) + self._lines_of_buckets(store, changed)
+        return self._lines_of_buckets(store, new) + self._lines_of_buckets(store, changed)
+
+    def _buckets_per_chunk(self, store: Store) -> int:
+        ((key_count,),) = store.query("SELECT count(*) FROM keys")
+        return int(MAX_BUCKETS // max(key_count, 1) + 1)
 
     def _lines_of_buckets(self, store: Store, condition: str) -> list[str]:
         lines = []

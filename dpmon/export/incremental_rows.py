@@ -31,7 +31,9 @@ MAX_ROWS = 20_000
 MAX_CALLED_CHARS = 1 << 12
 """Most characters of the calls of a step, about 150 of them: of more calls, only the last are sent."""
 MAX_BUCKETS = 2000
-"""Most time buckets of all keys together in a chunk."""
+"""Most new time buckets of all keys together in a chunk, and most earlier ones that are read at once."""
+MAX_BACKLOG_CHARS = 1 << 20
+"""After this many characters of earlier time buckets, a chunk ends."""
 INITIAL_ROWS_S = 600
 """How far back (s) a new reader gets steps, events and sums. Earlier sums arrive as one row per key; earlier losses and
 lasting events arrive in full."""
@@ -333,8 +335,11 @@ class IncrementalRows:
 
     def _bucket_lines(self, store: Store, upto_s: int) -> list[str]:
         """Return the next buckets of the backlog; after that, the new buckets up to a second, and the changed ones."""
-        if self._backlog:
-            return self._lines_of_buckets(store, self._backlog.pop())
+        lines: list[str] = []
+        while self._backlog:
+            lines += self._lines_of_buckets(store, self._backlog.pop())
+            if sum(map(len, lines)) > MAX_BACKLOG_CHARS:
+                return lines
         begin_s, width = self._tallied_s, self._narrowest
         wider = [other for other in self._widths if other > width]
         self._tallied_s = max(min(begin_s + self._buckets_per_chunk(store) * width, upto_s), begin_s)
@@ -344,7 +349,7 @@ class IncrementalRows:
             f" AND (+width = {width} AND +start_s < {begin_s} OR +width IN ({', '.join(map(str, wider))}))"
         )
         self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
-        return self._lines_of_buckets(store, new) + self._lines_of_buckets(store, changed)
+        return lines + self._lines_of_buckets(store, new) + self._lines_of_buckets(store, changed)
 
     def _buckets_per_chunk(self, store: Store) -> int:
         ((key_count,),) = store.query("SELECT count(*) FROM keys")

@@ -195,7 +195,7 @@ class TimeAccount:
             self._interruptions.append(("paused", start_ns, time_ns))
 
     def _end_pause(self, time_ns: int) -> None:
-        """End a pause without a recorded end, because a step began."""
+        """End a pause without a recorded end, because a step began, or the run ended."""
         if self._paused_since is not None and time_ns > self._paused_since:
             self._interruptions.append(("paused", self._paused_since, time_ns))
             self._paused_since = None
@@ -226,9 +226,7 @@ class TimeAccount:
 
     def finish(self, end_ns: int) -> list[ActivityInterval]:
         """Close the account at the end of the run. Return the pauses and input waits after the last step."""
-        if self._paused_since is not None:
-            self._interruptions.append(("paused", self._paused_since, end_ns))
-            self._paused_since = None
+        self._end_pause(end_ns)
         intervals = self._intervals_until("", self._mode, end_ns)
         self._end_ns = max(end_ns, self._end_ns)
         return intervals

@@ -105,12 +105,6 @@ def is_running(pid: int | None, start_s: float | None) -> bool:
     return pid is not None and start_s is not None and is_alive(pid, start_s)
 
 
-def is_suspended(pid: int | None) -> bool:
-    """Return whether the process exists, and a signal or a debugger has stopped it."""
-    process = None if pid is None else read_process(pid)
-    return process is not None and process.state in "Tt"
-
-
 def environment_variable(pid: int, name: str) -> str | None:
     """Return a variable of the initial environment of a process of this user; None if it is unset or unreadable."""
     prefix = os.fsencode(name) + b"="

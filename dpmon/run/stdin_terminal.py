@@ -124,7 +124,8 @@ def is_reading_stdin(pid: int) -> bool | None:
     except OSError:
         return None
     is_in_call = len(fields) > 2 and fields[:2] == [b"%d" % _READ_CALL, b"0x0"]
-    return is_in_call and not proc.is_suspended(pid)
+    process = proc.read_process(pid) if is_in_call else None
+    return process is not None and process.state not in "Tt"  # a stopped process reads nothing
 
 
 def input_wait_start_ns(directory: Path) -> int | None:

@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpmon.record.schema import SECOND, step_kind
 from dpmon.store.collectives import COLLECTIVE_SUMS
@@ -31,7 +31,9 @@ MAX_ROWS = 20_000
 MAX_CALLED_CHARS = 1 << 12
 """Most characters of the calls of a step, about 150 of them: of more calls, only the last are sent."""
 MAX_BUCKETS = 2000
-"""Most time buckets of all keys together in a chunk."""
+"""Most new time buckets of all keys together in a chunk, and most earlier ones that are read at once."""
+MAX_BACKLOG_CHARS = 1 << 20
+"""After this many characters of earlier time buckets, a chunk ends."""
 INITIAL_ROWS_S = 600
 """How far back (s) a new reader gets steps, events and sums. Earlier sums arrive as one row per key; earlier losses and
 lasting events arrive in full."""
@@ -41,13 +43,7 @@ RECONNECT_FACTOR = 30
 """After a reconnection, a reader gets time buckets of this many times INITIAL_BUCKETS_S."""
 CHANGED_S = 600
 """After a reconnection, changed time buckets up to this age (s) are sent again."""
-RARE_CHUNKS, MINUTE_CHUNKS = 5, 30
-_INTERVALS = {
-    "rings": RARE_CHUNKS,
-    "shapes": RARE_CHUNKS,
-    "collective_sums": RARE_CHUNKS,
-    "device_rollups": MINUTE_CHUNKS,
-}
+_INTERVALS = {"rings": 5, "shapes": 5, "collective_sums": 5, "device_rollups": 30}
 """The changed rows of these tables are sent only in every n-th chunk."""
 SPARSE_S, SPARSE_STEPS = 5, 4
 """A reader of many nodes gets every n-th sample of devices, and every n-th step with its calls and spans."""
@@ -69,14 +65,6 @@ def choose_step_ids(rows: Iterable[tuple[int, int, int]], divisor: int = 1) -> l
     duration_ns = max(last_end_ns - first_end_ns, 1)
     one_in = divisor << max(((len(steps) - 1) * SECOND // duration_ns).bit_length() - 1, 0)
     return [step_id for step_id, number, _ in steps if number % one_in == 0]
-
-
-class _BucketRange(NamedTuple):
-    """Time buckets of one width between two seconds of the tables."""
-
-    width: int
-    begin_s: int
-    end_s: int
 
 
 class IncrementalRows:
@@ -118,8 +106,8 @@ class IncrementalRows:
         """Width of the narrowest buckets that are sent."""
         self._widths = [width for width in WIDTHS if shift_s % width == 0]
         """The widths of which all buckets are sent. With a wrong clock, others do not begin as those of the reader."""
-        self._backlog: list[_BucketRange] = []
-        """Buckets of earlier time that are not sent yet."""
+        self._backlog: list[str] = []
+        """SQL conditions for buckets of earlier time that are not sent yet, each for about MAX_BUCKETS of all keys."""
         self._first_seconds: dict[int, int] = {}
         """The start of the first bucket that is sent, by width, in seconds of the tables."""
         self._changed_from_s = 0
@@ -248,33 +236,30 @@ class IncrementalRows:
         steps: dict[tuple[int, tuple[bool, bool, int]], list[tuple[int, int, int]]] = defaultdict(list)
         """By process, by whether they are steps of a loop and averaged gradients (with accumulation, only some steps
         do), and by kind."""
-        process_by_id: dict[int, int] = {}
         query = f"SELECT id, process, step, kind, sync_number, start_ns + wall_ns FROM steps {id_range}"
         for row_id, process, step, flags, sync_number, end_ns in store.query(query, ids):
-            process_by_id[row_id] = process
             similar_steps = steps[process, (step > 0, sync_number is not None, step_kind(flags))]
             number = step if sync_number is None else sync_number
             if step <= 0:  # calls alone have no number
                 number = len(similar_steps)
             similar_steps.append((row_id, number, end_ns))
-        divisor = 1 + self._sparse
-        chosen_ids: set[int] = set()
+        divisors = (2, SPARSE_STEPS) if self._sparse else (1, 1)
+        chosen_ids, detailed_ids = set[int](), set[int]()
         for (process, (is_step, *_)), similar_steps in steps.items():
-            row_ids = [row_id for row_id, _, _ in similar_steps]
+            chosen = detailed = [row_id for row_id, _, _ in similar_steps]
             if process not in self.whole:
-                row_ids = choose_step_ids(similar_steps, divisor)
-            chosen_ids.update(row_ids)
+                chosen, detailed = (choose_step_ids(similar_steps, divisor) for divisor in divisors)
+            chosen_ids.update(chosen)
+            detailed_ids.update(detailed)
             if is_step:
-                self._last_steps[process] = max([self._last_steps.get(process, 0), *row_ids])
+                self._last_steps[process] = max([self._last_steps.get(process, 0), *chosen])
         newest = f"SELECT max(id), process FROM steps {id_range} AND step > 0 GROUP BY process"
         for row_id, process in store.query(newest, (self._begun, end_id)) if is_last else ():
             if row_id > self._last_steps.get(process, 0):  # otherwise, readers would show an earlier step
+                self._last_steps[process] = row_id
                 chosen_ids.add(row_id)
-                self._last_steps[process], process_by_id[row_id] = row_id, process
-        detailed_ids = chosen_ids
-        if self._sparse:
-            detailed_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
-            detailed_ids |= {row_id for row_id in chosen_ids if process_by_id[row_id] in self.whole}
+                if not self._sparse or process in self.whole:
+                    detailed_ids.add(row_id)
         for start in range(0, len(chosen_ids), 500):
             numbers = ", ".join(map(str, sorted(chosen_ids)[start : start + 500]))
             lines += self._step_lines(store, f"WHERE id IN ({numbers})", (), detailed_ids)
@@ -325,7 +310,7 @@ class IncrementalRows:
 
     def _plan_backlog(self, store: Store, upto_s: int) -> None:
         """Choose the buckets of earlier time that are sent: narrow ones only of recent time."""
-        factor = 1 if self._is_new else RECONNECT_FACTOR
+        factor, count = 1 if self._is_new else RECONNECT_FACTOR, self._buckets_per_chunk(store)
         sent_until_s = max(self._tallied_s, store.origin_s)
         self._changed_from_s = sent_until_s - CHANGED_S
         for width in WIDTHS[WIDTHS.index(self._narrowest) :]:
@@ -342,28 +327,22 @@ class IncrementalRows:
             end_s = store.buckets.made_until[width]
             if width not in self._widths:
                 end_s = min(end_s, self._first_seconds.get(self._narrowest, 0)) // width * width
-            if begin_s < end_s:
-                self._backlog.append(_BucketRange(width, begin_s, end_s))
+            for start_s in range(begin_s, end_s, count * width):
+                stop_s = min(start_s + count * width, end_s)
+                self._backlog.append(f"width = {width} AND start_s >= {start_s} AND start_s < {stop_s}")
         if self._is_new:
             self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
 
     def _bucket_lines(self, store: Store, upto_s: int) -> list[str]:
         """Return the next buckets of the backlog; after that, the new buckets up to a second, and the changed ones."""
-        ((key_count,),) = store.query("SELECT count(*) FROM keys")
-        buckets_left = MAX_BUCKETS // max(key_count, 1) + 1
         lines: list[str] = []
-        while self._backlog and buckets_left:
-            width, begin_s, end_s = self._backlog.pop()
-            stop_s = min(begin_s + buckets_left * width, end_s)
-            if stop_s < end_s:
-                self._backlog.append(_BucketRange(width, stop_s, end_s))
-            buckets_left -= (stop_s - begin_s) // width
-            lines += self._lines_of_buckets(store, f"width = {width} AND start_s >= {begin_s} AND start_s < {stop_s}")
-        if self._backlog:
-            return lines
+        while self._backlog:
+            lines += self._lines_of_buckets(store, self._backlog.pop())
+            if sum(map(len, lines)) > MAX_BACKLOG_CHARS:
+                return lines
         begin_s, width = self._tallied_s, self._narrowest
         wider = [other for other in self._widths if other > width]
-        self._tallied_s = max(min(begin_s + buckets_left * width, upto_s), begin_s)
+        self._tallied_s = max(min(begin_s + self._buckets_per_chunk(store) * width, upto_s), begin_s)
         new = f"width = {width} AND start_s >= {begin_s} AND start_s < {self._tallied_s}"
         changed = (  # without the plus, SQLite would not search for the numbers of transactions
             f"seq > {self._seqs['tallies']} AND +start_s + width > {self._changed_from_s}"
@@ -371,6 +350,10 @@ class IncrementalRows:
         )
         self._seqs |= dict.fromkeys(("tallies", "times"), store.seq)
         return lines + self._lines_of_buckets(store, new) + self._lines_of_buckets(store, changed)
+
+    def _buckets_per_chunk(self, store: Store) -> int:
+        ((key_count,),) = store.query("SELECT count(*) FROM keys")
+        return int(MAX_BUCKETS // max(key_count, 1) + 1)
 
     def _lines_of_buckets(self, store: Store, condition: str) -> list[str]:
         lines = []

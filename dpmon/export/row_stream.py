@@ -87,7 +87,7 @@ class _RowStream:
         """Offset up to which the output was sent; None if nothing was sent yet."""
         self._stall_mtime_ns = -1
         """Modification time of the last rank report that was sent (ns); 0 if there was no report."""
-        self._replies: list[dict[str, Any]] = []
+        self._replies: list[str] = []
 
     def now_ns(self) -> int:
         """Return the current time of the run (ns)."""
@@ -232,19 +232,15 @@ class _RowStream:
                 reply = {"error": "its supervisor did not answer"}
         except (DpmonError, OSError, ValueError) as error:
             reply = {"error": str(error)}
-        self._replies.append({"answer": request_id, **reply})
+        reply = {"answer": request_id, **reply}
+        if len(json.dumps(reply)) > _MAX_REPLY_BYTES and "why" in reply:
+            for rank in reply["why"]["ranks"]:
+                rank.pop("stacks", None)
+        self._replies.append(json.dumps(reply))
 
     def pop_replies(self) -> list[str]:
         """Return the replies since the last call as lines."""
-        lines = []
-        while self._replies:
-            reply = self._replies.pop(0)
-            text = json.dumps(reply)
-            if len(text) > _MAX_REPLY_BYTES and "why" in reply:
-                for rank in reply["why"].get("ranks", ()):
-                    rank.pop("stacks", None)
-            lines.append(json.dumps(reply))
-        return lines
+        return [self._replies.pop(0) for _ in range(len(self._replies))]  # threads may add more meanwhile
 
 
 def stream_rows(directory: Path, start_id: int, *, rollups: bool) -> None:

@@ -29,9 +29,6 @@ PERIOD_S = 1.0
 """Time between two samples (s). It is not shorter, because the driver holds a lock that the training needs while it
 answers."""
 MAX_GPUS = 64
-SAME_WARNING_S = 60.0
-"""Minimum time between two warnings with the same text."""
-_STOP_S = 1.0
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number for it (include/linux/proc_ns.h)
 
 
@@ -68,7 +65,7 @@ class DeviceSampler:
     def stop(self) -> None:
         """Stop sampling within about a second, even if NVML never returns."""
         self._stop.set()
-        deadline = time.monotonic() + _STOP_S
+        deadline = time.monotonic() + 1.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not self._nvml.close():
@@ -86,7 +83,7 @@ class DeviceSampler:
     def warn(self, text: str) -> None:
         """Write a warning, at most once a minute for each text."""
         now = time.monotonic()
-        if now - self._warned.get(text, -math.inf) >= SAME_WARNING_S:
+        if now - self._warned.get(text, -math.inf) >= 60.0:
             self._warned[text] = now
             self._emit("warning", {"process": None, "text": text})
 

@@ -35,7 +35,6 @@ _NO_START: dict[int | None, str] = {
     _VERSION_MISMATCH: "the NVIDIA driver and its library differ in version: a reboot is due after an update",
     _NO_PERMISSION: "no permission to talk to the NVIDIA driver",
 }
-NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
 _PERMANENT_CODES = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, 22, 25, 26})
 _GPU_GONE_CODES = frozenset({UNINITIALIZED, GPU_IS_LOST, 16, 28})
 
@@ -131,7 +130,7 @@ class Nvml:
             count = int(self.run(self.module.nvmlDeviceGetCount))
         except NvmlCallError as failure:
             return 0, f"NVML cannot count the GPUs: {failure.reason}"
-        return count, None if count else NO_GPU
+        return count, None if count else "the NVIDIA driver is loaded but sees no GPU"
 
     def close(self) -> bool:
         """Shut the library down for good. Return False, without any action, while a call is in flight."""

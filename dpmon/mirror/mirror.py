@@ -133,8 +133,6 @@ class Mirror(StallRecorder):
         """Chunks that are not written yet."""
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._metrics_file = metrics_file
-        self._metrics: PrometheusFile | None = None
-        """The metrics file; None until a node has described the run."""
         self._ids = count(1)
         self._should_leave = False
         for peer in self.peers:
@@ -143,7 +141,7 @@ class Mirror(StallRecorder):
             else:
                 peer.node.state, peer.node.why, peer.node.since_ns = "connecting", None, self.now_ns()
         for text in lost_settings(run_info, has_event_command=False, has_metrics=metrics_file is not None):
-            self.emit("warning", {"process": None, "text": text})
+            self._warn(text)
 
     def now_ns(self) -> int:
         """Return the current time of the run (ns)."""
@@ -154,6 +152,9 @@ class Mirror(StallRecorder):
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event of the mirror, from any thread."""
         self._events.append((kind, {"t_s": self.now_ns() / 1e9, **data}))
+
+    def _warn(self, text: str) -> None:
+        self.emit("warning", {"process": None, "text": text})
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last record of a stall of ranks on several nodes; None if there is none."""
@@ -167,7 +168,7 @@ class Mirror(StallRecorder):
             signal.signal(signal_number, lambda *_: setattr(self, "_should_leave", True))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         commit_at = state_at = 0.0
-        is_over = False
+        is_over, metrics = False, None
         while not (is_over or self._should_leave) and self.directory.is_dir():
             now_s = time.monotonic()  # before the reports, so that a reply in time is handled before its wait ends
             for report in self.links.poll(POLL_S):
@@ -184,16 +185,18 @@ class Mirror(StallRecorder):
             if is_over or now_s >= state_at:
                 state_at = now_s + 1.0
                 self._write_state_file()
-            self._start_metrics()
+            if metrics is None and self.info.command and self._metrics_file is not None:  # a node has described the run
+                metrics = PrometheusFile(metrics_path(self._metrics_file, self.info), self.directory, self._warn)
+                metrics.start()
         self.links.close_all()
         self.stall_detector.close()
         if is_over:
             self._record_run_exit()
         self._commit()
-        if self._metrics is not None:
-            self._metrics.stop()
+        if metrics is not None:
+            metrics.stop()
             if (exit_info := load_exit(self.directory)) is not None:
-                self._metrics.write(exit_info)
+                metrics.write(exit_info)
         self.history.close()
 
     def _set_node_state(self, node: NodeRow, state: str, reason: str | None) -> None:
@@ -390,16 +393,6 @@ class Mirror(StallRecorder):
         _log(f"{peer.node.name}: {sanitize_line(reason, _MAX_TEXT_CHARS)}")
         self._drop_unwritten(peer)
         self._close_link(peer, "it sent damaged records", for_good=isinstance(peer.beat.get("exit"), dict))
-
-    def _start_metrics(self) -> None:
-        """Start to write the metrics file, once a node has described the run."""
-        if self._metrics is None and self.info.command and self._metrics_file is not None:
-            self._metrics = PrometheusFile(
-                metrics_path(self._metrics_file, self.info),
-                self.directory,
-                lambda text: self.emit("warning", {"process": None, "text": text}),
-            )
-            self._metrics.start()
 
     def _write_state_file(self) -> None:
         """Write the state file that readers poll: activities, pauses, pending requests."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.mirror.chunk_receiver import Chunk, RowLine
+from dpmon.record.safe_json import ns_member
 from dpmon.record.schema import SECOND
 from dpmon.run.run_directory import RunInfo
 from dpmon.store.database import BUCKET_TABLES
@@ -131,9 +132,7 @@ class MirrorHistory:
                 raise ChunkError(node, f"{type(error).__name__}: {error}") from error
         for kind, data in events:
             text = json.dumps({"kind": kind, **data}, separators=(",", ":"))
-            time_s = data.get("t_s")
-            t_ns = int(time_s * 1e9) if isinstance(time_s, (int, float)) else None
-            EVENTS.insert(self._db, [EventRow(self._history.next_id, None, kind, t_ns, text)])
+            EVENTS.insert(self._db, [EventRow(self._history.next_id, None, kind, ns_member(data, "t_s"), text)])
             self._history.next_id += 1
         add_steps(self._db, {}, join_sync_steps(self._db, self._sync_steps, self._history.key_numbers))
         self._merge_buckets()
@@ -147,6 +146,9 @@ class MirrorHistory:
         new_ids = dict(zip(ids, range(self._history.next_id, self._history.next_id + len(ids)), strict=True))
         for line in sorted(chunk.lines, key=lambda line: line.table == "steps"):  # they need the events and keys
             self._insert_line(node, line, new_ids)
+        condition = "WHERE id >= ? AND sync_number IS NOT NULL"
+        new_steps = STEPS.select(self._history.connection, condition, (self._history.next_id,))
+        self._sync_steps += self._waits.sync_steps(node, new_steps)
         self._history.next_id += len(ids)
         deleted = beat.get("deleted")
         for width, second in deleted.items() if isinstance(deleted, dict) else ():
@@ -176,16 +178,6 @@ class MirrorHistory:
         elif table == "losses":
             processes = [self.local_process_number(node.number, process) for process in line.column("process")]
             self._history.loss_thinning.note_losses(zip(processes, line.column("definition"), strict=True))
-        elif table == "steps":
-            self._sync_steps += self._waits.sync_steps(node, self._local_sync_steps(node, line, new_ids))
-
-    def _local_sync_steps(self, node: NodeRow, line: RowLine, new_ids: Mapping[int, int]) -> Iterator[StepRow]:
-        """Yield the steps of a node that averaged gradients, with their numbers here."""
-        for step in line.dicts():
-            if step["sync_number"] is not None:
-                process = self.local_process_number(node.number, step["process"])
-                step |= {"id": new_ids[step["id"]], "process": process}
-                yield STEPS.from_values([step[name] for name in STEPS.columns])
 
     def _with_local_processes(self, node: NodeRow, line: RowLine) -> RowLine:
         """Return events of a node with the numbers that processes have here."""

@@ -136,7 +136,7 @@ class NodeLinks:
     def send(self, node: int, line: str) -> bool:
         """Send a line to a node's command. Never blocks. Return False if the command is not open or does not read.
 
-        A pipe accepts all of a line, or nothing. Only of a line above 4 KiB, it may accept a part: the node ignores it.
+        A pipe accepts all of a line, or nothing. Only a line above 4 KiB may be cut, which also spoils the next one.
         """
         link, data = self._links[node], line.encode() + b"\n"
         if not link.is_open or link.process is None or link.process.stdin is None:

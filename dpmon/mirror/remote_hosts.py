@@ -31,7 +31,6 @@ MAX_NODES = 1024
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@%+/-]{0,254}")
 """Host names without spaces, special characters of a shell, or a leading dash, which would make them an option."""
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_./=,:@+-]+")
-_JOB = re.compile(r"(\d+(?:[_+]\d+)?)(?:\.\w+)?")
 _MAX_RUN_S = 60.0
 _MAX_SILENCE_S = 15.0
 _MAX_OUTPUT_BYTES = 8 << 20
@@ -121,7 +120,7 @@ def _expand_brackets(item: str, text: str) -> Iterator[str]:
 
 def slurm_hosts(job: str) -> list[RemoteHost]:
     """Return the nodes of a Slurm job, with `srun --overlap` as connection command. Raises HostError."""
-    job_match = _JOB.fullmatch(job)
+    job_match = re.fullmatch(r"(\d+(?:[_+]\d+)?)(?:\.\w+)?", job)
     if job_match is None:
         raise HostError(f"{job!r} is not a Slurm job number")
     job_number = job_match[1]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MAX_WHY_WAIT_S, MAX_CONNECT_WAIT_S = 7.0, 3.0
 """Longest wait for the replies to `dpmon why`, of which up to MAX_CONNECT_WAIT_S are to connect to all nodes."""
-_READER_CHECK_INTERVAL_S = 2.0
-"""Time between two checks whether the readers with subscriptions are alive."""
 _MAX_READ_BYTES, _MAX_TEXT_CHARS = 1 << 16, 300
 
 
@@ -87,7 +85,7 @@ class RequestRelay:
             else:
                 self._last_request = self._send_to_all(request)
         if self._subscriptions and now_s >= self._check_readers_at:
-            self._check_readers_at = now_s + _READER_CHECK_INTERVAL_S
+            self._check_readers_at = now_s + 2.0
             self._update_subscriptions()
         directory = self._mirror.directory
         if (request_number := last_request_number(directory)) > self._last_why.number:

@@ -142,13 +142,10 @@ class Call:
         return count_rows(self.inputs, self.dim)
 
 
-_NO_PHASES = (None,) * len(CALL_PHASES)
-
-
 class CallParts(NamedTuple):
     """The parts of a call. `offset` counts from the start of the call (ns)."""
 
-    phases: Sequence[tuple[int, int] | None] = _NO_PHASES
+    phases: Sequence[tuple[int, int] | None] = (None,) * len(CALL_PHASES)
     """Offset and duration of each of CALL_PHASES; None if it did not run."""
     replicas: Sequence[tuple[int, int, int, int]] = ()
     """For each replica: inputs and outputs (numbers of definitions, 0: unknown), offset and duration."""

@@ -15,7 +15,6 @@ from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.safe_files import open_file
 
-_LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
 """The ids of the events that were notified; locked by the notifier (dpmon.notify)."""
 UNSUPERVISED = "unsupervised"
@@ -36,7 +35,7 @@ def wait_until(condition: Callable[[], object], limit_s: float, interval_s: floa
     return is_met
 
 
-def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
+def take_lock(directory: Path, name: str = "supervisor.lock") -> int | None:
     """Take a lock. Return a descriptor that holds it until its last copy is closed; None if another process holds it.
 
     If the file cannot be created or the file system has no locks, nothing prevents a second holder.

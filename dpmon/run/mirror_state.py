@@ -21,9 +21,6 @@ from dpmon.sanitize import sanitize_line
 
 STATE_FILE, REQUESTS_FILE = "nodes.json", "asked.jsonl"
 _MAX_BYTES = 8 << 20
-_MAX_WORD_CHARS = 40
-_FAILURES_SHOWN_NS = 30 * 10**9
-"""How long after a request a reader shows which nodes did not carry it out."""
 
 
 def parse_activities(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
@@ -33,7 +30,7 @@ def parse_activities(value: object, start_ns: int = 0) -> dict[int, tuple[str, i
     """
     activities = {}
     for word, numbers in value.items() if isinstance(value, Mapping) else ():
-        activity = sanitize_line(word)[:_MAX_WORD_CHARS]
+        activity = sanitize_line(word)[:40]
         for process_index, since_ns in numbers.items() if isinstance(numbers, Mapping) else ():
             if type(since_ns) is int and process_index.isdecimal() and len(process_index) < 10:
                 activities[int(process_index)] = activity, since_ns and since_ns + start_ns
@@ -127,7 +124,7 @@ class MirrorState:
         if request_id < self._request_id:
             return NodeReplies(0, len(self.state.get("connected") or ()))
         failures = self.state.get("failed") or {}
-        if time.time_ns() - self._request_id > _FAILURES_SHOWN_NS:
+        if time.time_ns() - self._request_id > 30 * 10**9:
             failures = {}
         return NodeReplies(
             reply_count,

@@ -16,7 +16,6 @@ from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 """Clock ticks per second, the unit of CPU times and start times in /proc."""
-_MAX_ENVIRON_BYTES = 1 << 23
 # ioctl PIDFD_GET_INFO, struct pidfd_info and PIDFD_INFO_EXIT: linux/pidfd.h; Linux 6.15 and later provide the exit.
 _INFO = struct.Struct("=QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
@@ -106,12 +105,6 @@ def is_running(pid: int | None, start_s: float | None) -> bool:
     return pid is not None and start_s is not None and is_alive(pid, start_s)
 
 
-def is_suspended(pid: int | None) -> bool:
-    """Return whether the process exists, and a signal or a debugger has stopped it."""
-    process = None if pid is None else read_process(pid)
-    return process is not None and process.state in "Tt"
-
-
 def environment_variable(pid: int, name: str) -> str | None:
     """Return a variable of the initial environment of a process of this user; None if it is unset or unreadable."""
     prefix = os.fsencode(name) + b"="
@@ -119,7 +112,7 @@ def environment_variable(pid: int, name: str) -> str | None:
         with open(f"/proc/{pid}/environ", "rb") as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 return None
-            variables = file.read(_MAX_ENVIRON_BYTES).split(b"\0")
+            variables = file.read(1 << 23).split(b"\0")
     except (OSError, ValueError):
         return None
     return next((os.fsdecode(entry[len(prefix) :]) for entry in variables if entry.startswith(prefix)), None)

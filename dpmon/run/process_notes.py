@@ -22,8 +22,6 @@ from dpmon.sanitize import strip_control_chars
 _MAX_BYTES = 1 << 18
 """Maximum bytes of notes to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
-_MAX_MESSAGE_CHARS = 120
-"""Maximum length of an exception's message in a sentence."""
 _PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
 """The prefix of gloo's messages: "[/gloo/transport/tcp/pair.cc:537] "."""
 
@@ -103,7 +101,7 @@ class UncaughtException(NamedTuple):
         Only the first line of the exception's message is shown, without a place in C++ code, and truncated if long.
         """
         first_line, _, _ = self.message.strip().partition("\n")
-        message = textwrap.shorten(_PLACE_IN_C.sub("", first_line), _MAX_MESSAGE_CHARS, placeholder=" ...")
+        message = textwrap.shorten(_PLACE_IN_C.sub("", first_line), 120, placeholder=" ...")
         rank_prefix = "" if self.rank is None else f"rank {self.rank}: "
         text = f"{self.kind}: {message}" if message else self.kind
         suffix = "" if self.file is None else f" ({relative_location(cwd, self.file, self.line or 0)})"

@@ -21,7 +21,6 @@ INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
 STOP_FILE = "stop-asked"
 """A file whose modification time is the time of the user's last request to stop the run."""
-_STOP_VALID_S = 300.0
 _MAX_JSON_BYTES = 1 << 22
 _RING_NAME = re.compile(r"process-(\d{1,6})\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -117,7 +116,7 @@ def load_exit(directory: Path) -> ExitInfo | None:
     if exit_info.status is not None and not 0 <= exit_info.status <= 255:
         return None
     stop_s = stop_requested_unix(directory)
-    return replace(exit_info, stopped=stop_s is not None and exit_info.ended_unix - stop_s < _STOP_VALID_S)
+    return replace(exit_info, stopped=stop_s is not None and exit_info.ended_unix - stop_s < 300.0)
 
 
 def record_stop_request(directory: Path) -> None:

@@ -128,16 +128,6 @@ def send_signal(process: ProcessEntry, signal_number: int, *, group: bool = Fals
 GRACE_S = 5.0
 NOTHING_RUNS = "nothing runs"
 STOPPED_BY = "stopped by "
-_POLL_S = 0.05
-_SEARCH_S = 0.3
-"""Seconds between two searches of the whole process table."""
-_RECORD_S = 30.0
-"""How long to wait for a live supervisor to record the end."""
-_NODES_S = 60.0
-"""How long to wait until all nodes of a mirror have stopped their runs."""
-_START_S = 10.0
-"""How long to wait for a run to start its command."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def stop_run(directory: Path, last_known: RunInfo | None = None) -> Iterator[str]:
@@ -168,7 +158,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None) -> Iterator[str
         return
     if exit_info is None:
         record_stop_request(directory)
-    for signal_number in _SIGNALS:
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         yield f"{signal_number.name} to {_format_process_count(len(members))}"
         send_to_all(members, run_info.command_pid, signal_number)
         members = _wait_for_end(directory, run_info, members)
@@ -192,7 +182,7 @@ def _stop_nodes(directory: Path, run_info: RunInfo) -> Iterator[str]:
         yield "no node is connected, so the run cannot be stopped now: try again in a few seconds"
         return
     record_stop_request(directory)
-    deadline_s = time.monotonic() + _NODES_S
+    deadline_s = time.monotonic() + 60.0
     reported: set[str] = set()
     has_ended, ended, node_count = False, 0, len(run_info.nodes)
     while not has_ended and time.monotonic() < deadline_s:
@@ -203,7 +193,7 @@ def _stop_nodes(directory: Path, run_info: RunInfo) -> Iterator[str]:
         lines = [f"{ended} of {node_count} nodes have ended", *(f"{name}: {text}" for name, text in failures.items())]
         yield from (line for line in lines if line not in reported)
         reported.update(lines)
-        time.sleep(_POLL_S)
+        time.sleep(0.05)
     yield f"{STOPPED_BY}its nodes" if has_ended else f"{node_count - ended} of {node_count} nodes cannot be stopped"
 
 
@@ -219,21 +209,21 @@ def _wait_for_start(directory: Path) -> RunInfo:
         return run_info.command_pid is not None or not is_young or load_exit(directory) is not None
 
     if not load_info(directory).nodes:
-        wait_until(has_started, _START_S)
+        wait_until(has_started, 10.0)
     return load_info(directory)
 
 
 def wait_for_record(directory: Path) -> None:
-    """Wait up to _RECORD_S seconds for a live supervisor to record the end of a stopped run."""
+    """Wait up to 30 s for a live supervisor to record the end of a stopped run."""
     run_info = load_info(directory)
-    wait_until(lambda: load_exit(directory) is not None or not has_live_supervisor(run_info), _RECORD_S)
+    wait_until(lambda: load_exit(directory) is not None or not has_live_supervisor(run_info), 30.0)
 
 
 def _wait_for_end(directory: Path, run_info: RunInfo, members: dict[int, ProcessEntry]) -> dict[int, ProcessEntry]:
     """Wait until all members have ended. Return those alive after GRACE_S seconds, including new children."""
     deadline_s = time.monotonic() + GRACE_S
     while members and time.monotonic() < deadline_s:
-        wait_until(partial(_have_all_ended, members), _SEARCH_S)
+        wait_until(partial(_have_all_ended, members), 0.3)  # a search reads the whole process table
         members = find_members(directory, run_info, run_ended=load_exit(directory) is not None, known_members=members)
     return members
 

@@ -18,7 +18,6 @@ _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
 )
-_DATABASE_SUFFIXES = ("", "-journal", "-wal", "-shm")
 
 
 def file_kind(mode: int) -> str:
@@ -106,7 +105,7 @@ def check_database(path: Path, *, written: bool = False) -> None:
     exist, unless it is to be `written`. In that case, a rollback journal is removed, because SQLite would delete any
     file that the journal names.
     """
-    for suffix in _DATABASE_SUFFIXES:
+    for suffix in ("", "-journal", "-wal", "-shm"):
         file = Path(f"{path}{suffix}")
         try:
             mode = file.lstat().st_mode

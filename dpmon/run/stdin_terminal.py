@@ -36,8 +36,6 @@ _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 
 _CHECK_S = 0.2
 CHECK_DURING_WAIT_S = 0.05
 """Seconds between two checks, normally and during a wait. They limit the precision of the start and end of a wait."""
-_MIN_REPORTED_NS = 1_000_000_000
-"""Minimum length of a wait that is reported after its end."""
 _VALID_NS = 10_000_000_000
 """How long WAITS_FILE is valid. It expires because a stopped or killed supervisor leaves the file behind."""
 
@@ -126,7 +124,8 @@ def is_reading_stdin(pid: int) -> bool | None:
     except OSError:
         return None
     is_in_call = len(fields) > 2 and fields[:2] == [b"%d" % _READ_CALL, b"0x0"]
-    return is_in_call and not proc.is_suspended(pid)
+    process = proc.read_process(pid) if is_in_call else None
+    return process is not None and process.state not in "Tt"  # a stopped process reads nothing
 
 
 def input_wait_start_ns(directory: Path) -> int | None:
@@ -178,7 +177,7 @@ class InputWaitWatcher:
         """End the current wait, if there is one, and delete the file."""
         with contextlib.suppress(OSError):
             self._path.unlink()
-        if self._wait is not None and self._end_ns - self._start_ns >= _MIN_REPORTED_NS:
+        if self._wait is not None and self._end_ns - self._start_ns >= 1_000_000_000:
             pid, _ = self._wait
             self._report_wait(pid, self._start_ns, self._end_ns)
         self._wait = None

@@ -22,9 +22,6 @@ _MAX_NAME_CHARS = 1000
 """Maximum length (characters) of a name in a stack."""
 MAX_DUMP_S = 5.0
 """Maximum wait for py-spy. One dump takes 11 to 35 ms."""
-MAX_KILL_S = 0.5
-"""Maximum wait for the end of a killed py-spy."""
-_TRACER_PATH = "/dpmon/tracer/"
 _WRAPPERS = (
     "torch/distributed/c10d_logger.py",
     "torch/distributed/checkpoint/logger.py",
@@ -198,7 +195,7 @@ def dump_stacks(main_threads_by_pid: Mapping[int, int]) -> dict[int, ProcessStac
         except subprocess.TimeoutExpired:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait in the kernel for the process's memory
-                process.wait(MAX_KILL_S)
+                process.wait(0.5)
             for stream in (process.stdout, process.stderr):  # not read to the end, because a child may hold them open
                 if stream is not None:
                     stream.close()
@@ -243,7 +240,7 @@ def parse_threads(threads: Any, main_tid: int | None = None) -> tuple[Stack, ...
 
 
 def _stack(thread: Mapping[str, Any], is_main: bool) -> Stack:
-    frames = [frame for frame in thread["frames"] if _TRACER_PATH not in frame["filename"]]
+    frames = [frame for frame in thread["frames"] if "/dpmon/tracer/" not in frame["filename"]]
     kept = frames if len(frames) <= INNER_FRAMES + OUTER_FRAMES else [*frames[:INNER_FRAMES], *frames[-OUTER_FRAMES:]]
     named_frames = tuple(
         Frame(str(frame["name"])[:_MAX_NAME_CHARS], str(frame["filename"])[:_MAX_NAME_CHARS], int(frame["line"]))

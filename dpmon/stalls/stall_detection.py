@@ -30,8 +30,6 @@ LEARNED_PHASES = ("data", "copy", "forward", "backward", "optimizer")
 long checkpoint would hide a stall."""
 
 
-NEVER_NS = 1 << 62
-"""Longer than any run."""
 INPUT_WAIT = "input wait"
 """The state of a process that waits for a line of standard input."""
 FIRST_BATCH = ("first batch", None)
@@ -183,7 +181,7 @@ class LearnedDurations:
 def _default_allowed_ns(rank: RankActivity, awaited: bool) -> int:
     """Return how long (ns) a rank may stay at a location where it was not seen before."""
     if rank.is_starting and (rank.world < 2 or rank.busy is not False):
-        return NEVER_NS  # it may prepare data for hours, or not train at all
+        return 1 << 62  # it may prepare data for hours, or not train at all
     operation_kind = "" if rank.stack is None else rank.stack.operation_kind
     if rank.step is None or operation_kind == "compile" or (rank.between_loops and not awaited):
         return MAX_BUSY_NS

@@ -76,7 +76,6 @@ STANDING_FILE = "standing.json"
 """The activities of this node's ranks while one makes no progress, for a reader that sees all nodes of their job."""
 WAIT_S = 8.0
 """Maximum wait for the supervisor's reply."""
-_POLL_S = 0.02
 _MAX_BYTES = 64 << 20
 _last_parsed: tuple[Mapping[str, object], StallReport | None] = {}, None
 
@@ -201,7 +200,7 @@ def request_and_wait(directory: Path) -> StallReport | None:
     number = request_reply(directory)
     deadline = time.monotonic() + WAIT_S
     while (reply := read_reply(directory, number)) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(0.02)
     return reply
 
 

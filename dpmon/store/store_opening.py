@@ -41,8 +41,6 @@ from dpmon.store.store_queries import Store
 
 STARVED_S = 10.0
 """A supervisor does not work if it has written nothing for this long. A working one samples the host every second."""
-_POLL_S = 0.02
-"""Time between two checks whether the supervisor of an ended run has written the last records."""
 
 
 @contextmanager
@@ -100,7 +98,7 @@ def _drain_or_count(directory: Path, run_info: RunInfo) -> int:
     """
     exit_info = load_exit(directory)
     while exit_info is not None and is_finishing(run_info, exit_info) and run_info.supervisor_pid != os.getpid():
-        time.sleep(_POLL_S)
+        time.sleep(0.02)
         exit_info = load_exit(directory)
     if _is_written(directory, run_info) if exit_info is None else exit_info.drained:
         return 0

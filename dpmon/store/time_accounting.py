@@ -139,9 +139,9 @@ class TimeAccount:
         else:
             activity = "between" if kind == TRAINING else STEP_KINDS[kind]
         self._end_pause(start_ns)
-        intervals, gap_ns = self._intervals_until(activity, mode, start_ns)
-        gap = None
-        if activity == "between" and gap_ns > 0:
+        intervals, gap = self._intervals_until(activity, mode, start_ns), None
+        gap_ns = sum(interval.end - interval.begin for interval in intervals if interval.activity == "between")
+        if gap_ns > 0:
             gap = Gap(self._process, self._last_steps.get(TRAINING, 0), mode, self._end_ns, start_ns, gap_ns)
         activity = _EXCLUDED_ACTIVITIES.get(exclusion, STEP_KINDS[kind])
         input_waits = [(name, start, end) for name, start, end in self._interruptions if name == "input"]
@@ -195,7 +195,7 @@ class TimeAccount:
             self._interruptions.append(("paused", start_ns, time_ns))
 
     def _end_pause(self, time_ns: int) -> None:
-        """End a pause without a recorded end, because a step began."""
+        """End a pause without a recorded end, because a step began, or the run ended."""
         if self._paused_since is not None and time_ns > self._paused_since:
             self._interruptions.append(("paused", self._paused_since, time_ns))
             self._paused_since = None
@@ -226,23 +226,15 @@ class TimeAccount:
 
     def finish(self, end_ns: int) -> list[ActivityInterval]:
         """Close the account at the end of the run. Return the pauses and input waits after the last step."""
-        if self._paused_since is not None:
-            self._interruptions.append(("paused", self._paused_since, end_ns))
-            self._paused_since = None
-        intervals, _ = self._intervals_until("", self._mode, end_ns)
+        self._end_pause(end_ns)
+        intervals = self._intervals_until("", self._mode, end_ns)
         self._end_ns = max(end_ns, self._end_ns)
         return intervals
 
-    def _intervals_until(self, activity: str, mode: str, end_ns: int) -> tuple[list[ActivityInterval], int]:
-        """Return the intervals up to `end_ns`, in order, and the sum (ns) of those with this activity.
-
-        `activity` "": only pauses and input waits are returned.
-        """
-        if not self._interruptions:
-            return self._make_interval(activity, mode, self._end_ns, end_ns), max(end_ns - self._end_ns, 0)
+    def _intervals_until(self, activity: str, mode: str, end_ns: int) -> list[ActivityInterval]:
+        """Return the intervals up to `end_ns`, in order. `activity` "": only pauses and input waits are returned."""
         pauses_first = sorted(self._interruptions, reverse=True)
-        intervals = self._split_interval(activity, mode, self._end_ns, end_ns, pauses_first)
-        return intervals, sum(interval.end - interval.begin for interval in intervals if interval.activity == activity)
+        return self._split_interval(activity, mode, self._end_ns, end_ns, pauses_first)
 
     def _split_interval(
         self, activity: str, mode: str, start_ns: int, end_ns: int, interruptions: Sequence[tuple[str, int, int]]

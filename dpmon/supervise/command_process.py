@@ -29,8 +29,6 @@ from dpmon.run.stdin_terminal import InputTerminal
 from dpmon.supervise.start_supervisor import sigchld_restorer
 
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
-STATUS_TIMEOUT_S = 2.0
-"""How long to wait for the status from the kernel, or from the foreground, whose child the command is."""
 _SUPERVISOR_KILLED = "the command's supervisor was killed before the command ended"
 
 
@@ -114,7 +112,7 @@ class WatchedCommand:
         """Return how the command ended: from its parent or the kernel; otherwise an unknown end."""
         end_ns = time.monotonic_ns() if self._was_alive else self.last_ns
         if self._was_alive:
-            wait_until(lambda: self._exit_status() is not None or load_exit(self._directory), STATUS_TIMEOUT_S)
+            wait_until(lambda: self._exit_status() is not None or load_exit(self._directory), 2.0)
         if (status := self._exit_status()) is not None:
             return build_exit_info(run_info, status, "supervisor")
         reason = _SUPERVISOR_KILLED if self._is_same_boot else "the machine was restarted"

@@ -42,22 +42,20 @@ def resolve(
     if module is not None:
         if not module:
             raise CommandError("-m needs the name of a module")
-        python_path = choose_python(python, environ)
-        return ResolvedCommand(
-            (python_path, "-m", module, *words), python_path, f"-m {module}", _run_name(_script_stem(f"-m {module}"))
-        )
-    if not words or not words[0]:
+        script, words = f"-m {module}", ("-m", module, *words)
+    elif not words or not words[0]:
         raise CommandError("no script to run")
-    program = words[0]
-    is_script = _is_script(program, environ)
-    if not is_script and python is not None:
-        raise CommandError(f"--python is for a script or -m, and {program} is neither")
-    _check_program(program, is_script=is_script, environ=environ)
-    if is_script:
-        python_path = choose_python(python, environ)
-        return ResolvedCommand((python_path, *words), python_path, program, _run_name(Path(program).stem))
-    script = _script_of_launcher(words) or program
-    return ResolvedCommand(tuple(words), None, script, _run_name(_script_stem(script)))
+    else:
+        script = words[0]
+        is_script = _is_script(script, environ)
+        if not is_script and python is not None:
+            raise CommandError(f"--python is for a script or -m, and {script} is neither")
+        _check_program(script, is_script=is_script, environ=environ)
+        if not is_script:
+            script = _script_of_launcher(words) or script
+            return ResolvedCommand(tuple(words), None, script, _run_name(_script_stem(script)))
+    python_path = choose_python(python, environ)
+    return ResolvedCommand((python_path, *words), python_path, script, _run_name(_script_stem(script)))
 
 
 _TAKES_MODULE = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|uv")

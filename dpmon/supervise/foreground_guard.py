@@ -28,13 +28,12 @@ _NOT_STARTED = "the supervisor ended before it started the command"
 _REAPED_ELSEWHERE = "the supervisor was killed, and another process had reaped the command"
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a foreground without a screen forwards to the command. A hang-up only ends the foreground."""
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_reaper() -> None:
     """Make this process the parent of orphaned descendants. Does nothing on systems without this call."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def remember_signals(early_signals: list[int]) -> None:

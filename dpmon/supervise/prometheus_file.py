@@ -56,7 +56,6 @@ BUCKET_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 MAX_PROCESSES = 1024
 MAX_SAMPLES, _MAX_NODE_SAMPLES = 512, 32
 """Most samples of devices and hosts to read, total and per node. There is one sample per device and second."""
-MAX_LABEL_CHARS = 200
 
 
 _RANK_METRICS = (
@@ -126,7 +125,7 @@ class MetricsText:
 
 
 def _escape_label(value: str) -> str:
-    return strip_control_chars(value[:MAX_LABEL_CHARS]).replace("\\", "\\\\").replace('"', '\\"')
+    return strip_control_chars(value[:200]).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _format_number(value: float) -> str:

@@ -27,8 +27,6 @@ from dpmon.run.safe_files import open_file
 COLLECTION_THRESHOLD = 100_000
 """How many new objects start a garbage collection in a supervisor or a mirror. Rows create many objects, but no
 reference cycles."""
-MAX_FINISH_S = 10.0
-"""How long to wait for the record of a run to be completed. It usually takes a few milliseconds per megabyte."""
 
 # The interpreter is isolated (-I): neither the current directory nor PYTHON* may put a user's random.py before the
 # standard library's. The folder of dpmon comes right after the standard library, the rest of the caller's path last.
@@ -162,7 +160,7 @@ def ensure_supervisor(directory: Path, node_commands: Sequence[Sequence[str]] = 
     takeover.start_if_needed()
     run_info = load_info(directory)
     if not run_info.nodes and not is_command_alive(run_info):
-        wait_until(lambda: not takeover.is_running, MAX_FINISH_S)
+        wait_until(lambda: not takeover.is_running, 10.0)
     return takeover
 
 

@@ -179,7 +179,16 @@ RANK_TIMES: FactTable[RankTimes] = FactTable(
 
 
 def _memory(owner: str, short: str = "") -> FactColumn[DeviceMemory]:
-    return FactColumn(owner, attrgetter(owner), BYTES, f"{owner}_bytes", short=short, is_optional=True)
+    member = f"{owner}_bytes"
+    return FactColumn(
+        owner,
+        attrgetter(owner),
+        BYTES,
+        member,
+        why=lambda memory: memory.absent.get(member),
+        short=short,
+        is_optional=True,
+    )
 
 
 MEMORY: FactTable[DeviceMemory] = FactTable(

@@ -286,12 +286,13 @@ class ListedRun(NamedTuple):
         )
 
     def detail_lines(self) -> list[str]:
-        """Return the lines below the row: the cause of its end, where it stalled, and why its history is unreadable.
+        """Return the lines below the row: the cause of its end or why its status is unknown, where it stalled, and why
+        its history is unreadable.
 
         A launcher that the user stops ends with an exception of its own, which is not shown.
         """
         cause = None if self.state == "stopped" else self.cause
-        return [text for text in (cause, self.standing, self.unreadable) if text is not None]
+        return [text for text in (cause, self.unknown, self.standing, self.unreadable) if text is not None]
 
 
 def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:

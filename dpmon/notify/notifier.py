@@ -29,7 +29,8 @@ from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
-from dpmon.report.health import LOST, assess_health
+from dpmon.report.health import assess_health
+from dpmon.report.outcome import LOST
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.process_notes import add_note

@@ -180,15 +180,11 @@ RANK_TIMES: FactTable[RankTimes] = FactTable(
 
 def _memory(owner: str, short: str = "") -> FactColumn[DeviceMemory]:
     member = f"{owner}_bytes"
-    return FactColumn(
-        owner,
-        attrgetter(owner),
-        BYTES,
-        member,
-        why=lambda memory: memory.absent.get(member),
-        short=short,
-        is_optional=True,
-    )
+
+    def find_reason(memory: DeviceMemory) -> str | None:
+        return memory.absent.get(member)
+
+    return FactColumn(owner, attrgetter(owner), BYTES, member, find_reason, short, is_optional=True)
 
 
 MEMORY: FactTable[DeviceMemory] = FactTable(

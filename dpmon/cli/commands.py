@@ -34,7 +34,6 @@ from dpmon.text.formatting import (
     format_count_with_noun,
     format_elapsed,
     format_updates,
-    node_count_prefix,
 )
 
 if TYPE_CHECKING:
@@ -268,6 +267,7 @@ class ListedRun(NamedTuple):
         from dpmon.stalls.run_state import format_state  # expensive
 
         count = self.evaluation_steps
+        nodes = f"{format_count_with_noun(len(self.machines), 'node')}: " if self.machines else ""
         evaluations = f" (+{format_count(count)} {self.evaluation_word})" if count else ""
         steps_text = "-"
         if self.steps is not None:
@@ -282,16 +282,17 @@ class ListedRun(NamedTuple):
             steps_text,
             format_compact(self.samples_per_s),
             "-" if self.status is None else sanitize_line(self.signal or self.status),
-            sanitize_line(node_count_prefix(self.machines) + " ".join(self.command)),
+            sanitize_line(nodes + " ".join(self.command)),
         )
 
     def detail_lines(self) -> list[str]:
-        """Return the lines below the row: the cause of its end, where it stalled, and why its history is unreadable.
+        """Return the lines below the row: the cause of its end or why its status is unknown, where it stalled, and why
+        its history is unreadable.
 
         A launcher that the user stops ends with an exception of its own, which is not shown.
         """
         cause = None if self.state == "stopped" else self.cause
-        return [text for text in (cause, self.standing, self.unreadable) if text is not None]
+        return [text for text in (cause, self.unknown, self.standing, self.unreadable) if text is not None]
 
 
 def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:

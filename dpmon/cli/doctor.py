@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,14 +26,7 @@ from dpmon.record.record_types import Call
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.retention import delete_run
 from dpmon.run.run_directory import RunError, load_exit, load_info
-from dpmon.run.run_registry import (
-    ROOM_BYTES,
-    check_place,
-    fallback_directories,
-    find_run,
-    network_file_system,
-    runs_directory,
-)
+from dpmon.run.run_registry import check_usable, fallback_directories, find_run, runs_directory
 from dpmon.run.run_signals import stop_run
 from dpmon.sanitize import sanitize_line
 from dpmon.store.events import read_events
@@ -43,7 +35,7 @@ from dpmon.store.steps import read_called_steps
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.command_resolver import CommandError, choose_python
 from dpmon.text.cells import supports_color, text_for_stream
-from dpmon.text.formatting import format_bytes, format_count_with_noun
+from dpmon.text.formatting import format_count_with_noun
 
 OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
 """ok: no problem; warning: dpmon works, with limits; problem: dpmon does not work."""
@@ -127,30 +119,17 @@ def _check_state_directory() -> Check:
     problems: list[str] = []
     try:
         for runs in (runs_directory(), *fallback_directories()):
-            problem = _find_problem(runs)
-            if problem is None and problems:
+            try:
+                check_usable(runs)
+            except (OSError, RunError) as error:
+                problems.append(str(error))
+                continue
+            if problems:
                 return Check("state", WARNING, f"{problems[0]}: runs are kept in {runs}", remedy)
-            if problem is None:
-                return Check("state", OK, f"runs are kept in {runs}")
-            problems.append(problem)
+            return Check("state", OK, f"runs are kept in {runs}")
     except RunError as error:  # there is no home directory
         problems.append(str(error))
     return Check("state", PROBLEM, f"{problems[0]}, and no other directory can be used", remedy)
-
-
-def _find_problem(runs: Path) -> str | None:
-    """Return why no run can be kept in a directory; None if one can."""
-    directory = next(path for path in (runs, *runs.parents) if path.exists())
-    try:
-        check_place(runs)
-        free = shutil.disk_usage(directory).free
-    except (OSError, RunError) as error:
-        return str(error)
-    if (fs_type := network_file_system(runs)) is not None:
-        return f"{runs} is on a network file system ({fs_type})"
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return f"{directory} is not writable"
-    return f"{runs} has only {format_bytes(free)} left" if free < ROOM_BYTES else None
 
 
 # ------------------------------------------------------------------------------------------------ self-test

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import dpmon
@@ -227,12 +227,10 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--hosts", metavar="LIST", help="hosts, such as gpu[1-4,7],login")
         add("--slurm", metavar="JOBID", help="the nodes of a Slurm job, by srun")
         add("--via", metavar="COMMAND", help="a command instead of ssh; {} is the host: 'kubectl exec -i pod-{} --'")
-    if command in ("doctor", "status", "why"):
-        add("--json", action="store_true", help=_JSON_HELP)
+    if command in ("compare", "doctor", "ls", "status", "why"):
+        add("--json", action="store_true", help="one JSON object per line" if command == "ls" else _JSON_HELP)
     if command == "doctor":
         add("--python", metavar="PYTHON", help="the Python that would run the script")
-    if command == "ls":
-        add("--json", action="store_true", help="one JSON object per line")
     if command == "status":
         add("--all", action="store_true", help="all runs")
         add("--wait", choices=WAIT_STATES, metavar="STATE", help=f"wait for a state: {', '.join(WAIT_STATES)}")
@@ -246,7 +244,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         phase_help = "apply --fail-if-slower to this phase instead (repeatable)"
         add("--fail-if-slower", type=_parse_percent, metavar="PERCENT", help=gate_help)
         add("--phase", type=_parse_phase, action="append", help=phase_help)
-        add("--json", action="store_true", help=_JSON_HELP)
         add("-o", "--output", metavar="FILE", help="output file (default: standard output)")
     if command == "report":
         output_group = parser.add_mutually_exclusive_group()
@@ -327,8 +324,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
             raise UsageError(f"no script to {command}")
         parser.print_help(sys.stderr)
         return "help", options
-    if command == "run":
-        _check_run_options(options)
+    for conflict in _conflicts(command, options):
+        raise UsageError(conflict)
     return command, options
 
 
@@ -339,12 +336,8 @@ def _parse_run_command(command: str, words: list[str]) -> argparse.Namespace:
     # A word after --json is the run, not the output file.
     words = ["--json=-" if word == "--json" and command == "attach" else word for word in words]
     options = command_parser(command).parse_args(words)
-    if command == "status":
-        _check_status(options)
-    if command == "export":
-        _check_export(options)
-    if command == "attach" and options.metrics and not names_remote_hosts(options):
-        raise UsageError("attach accepts --metrics only with several hosts (--host); otherwise give it to the run")
+    for conflict in _conflicts(command, options):
+        raise UsageError(conflict)
     return options
 
 
@@ -366,26 +359,25 @@ def _parse_compare(words: list[str]) -> argparse.Namespace:
     return options
 
 
-def _check_status(options: argparse.Namespace) -> None:
-    if options.all and (options.run is not None or options.wait is not None):
-        raise UsageError("--all shows all runs: it excludes RUN and --wait")
-    if options.timeout is not None and options.wait is None:
-        raise UsageError("--timeout limits a wait: it needs --wait")
-
-
-def _check_export(options: argparse.Namespace) -> None:
-    if options.follow and (options.format, options.kind, options.output) != ("jsonl", None, None):
-        raise UsageError("--follow has its own format: it excludes --format, --kind and --output")
-    if not options.follow and (options.start or options.rollups):
-        raise UsageError(f"{'--from' if options.start else '--rollups'} needs --follow")
-
-
-def _check_run_options(options: argparse.Namespace) -> None:
-    if options.replicas is not None and options.devices is not None:
-        count = len(options.devices.split(","))
-        if count != options.replicas:
-            raise UsageError(f"--replicas {options.replicas} contradicts --devices with {count} devices")
-    if options.json is not None and options.detach:
-        raise UsageError("--json does not work with --detach (dpmon attach --json follows a run)")
-    if options.mode == "script" and (options.replicas is not None or options.devices is not None):
-        raise UsageError("--mode script leaves the computation as written, so it excludes --replicas and --devices")
+def _conflicts(command: str, options: argparse.Namespace) -> Iterator[str]:
+    """Yield sentences on options that contradict each other."""
+    if command == "status":
+        if options.all and (options.run is not None or options.wait is not None):
+            yield "--all shows all runs: it excludes RUN and --wait"
+        if options.timeout is not None and options.wait is None:
+            yield "--timeout limits a wait: it needs --wait"
+    if command == "export":
+        if options.follow and (options.format, options.kind, options.output) != ("jsonl", None, None):
+            yield "--follow has its own format: it excludes --format, --kind and --output"
+        if not options.follow and (options.start or options.rollups):
+            yield f"{'--from' if options.start else '--rollups'} needs --follow"
+    if command == "attach" and options.metrics and not names_remote_hosts(options):
+        yield "attach accepts --metrics only with several hosts (--host); otherwise give it to the run"
+    if command == "run":
+        count = options.replicas if options.devices is None else len(options.devices.split(","))
+        if options.replicas not in (None, count):
+            yield f"--replicas {options.replicas} contradicts --devices with {count} devices"
+        if options.json is not None and options.detach:
+            yield "--json does not work with --detach (dpmon attach --json follows a run)"
+        if options.mode == "script" and count is not None:
+            yield "--mode script leaves the computation as written, so it excludes --replicas and --devices"

@@ -18,7 +18,8 @@ from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
 from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, Selection
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.shared_names import ELSEWHERE
-from dpmon.report.health import LOST, TIMED_OUT, Health, assess_health, read_health
+from dpmon.report.health import TIMED_OUT, Health, assess_health, read_health
+from dpmon.report.outcome import LOST
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import has_succeeded, run_state
 from dpmon.run.run_directory import ExitInfo, RunError

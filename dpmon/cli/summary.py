@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpmon.errors import HistoryError
-from dpmon.report.health import exit_sentence
+from dpmon.report.outcome import exit_sentence
 from dpmon.report.plain_text import section_lines
 from dpmon.report.report_data import open_report_data
 from dpmon.report.sections import SUMMARY_TITLES, build_document

@@ -28,7 +28,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
-from dpmon.report.health import exit_sentence
+from dpmon.report.outcome import exit_sentence
 from dpmon.report.report_data import analyze_run, open_report_data
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import RunError, load_exit, load_info

@@ -12,7 +12,8 @@ from dpmon.errors import HistoryError
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.record.typed_json import to_json
-from dpmon.report.health import LOST, read_health
+from dpmon.report.health import read_health
+from dpmon.report.outcome import LOST
 from dpmon.report.report_data import analyze_run
 from dpmon.report.sentences import stall_sentences
 from dpmon.run.failure_cause import find_first_failure

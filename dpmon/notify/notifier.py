@@ -28,7 +28,8 @@ from dpmon.model.run_analysis import RunAnalysis, RunCaches
 from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
-from dpmon.report.health import LOST, assess_health
+from dpmon.report.health import assess_health
+from dpmon.report.outcome import LOST
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import EXIT_FILE, RunError, RunInfo

@@ -14,8 +14,9 @@ from dpmon.model.active_processes import ended_processes
 from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, RunCaches, Selection
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import ELSEWHERE
+from dpmon.report.outcome import LOST, exit_cause, exit_sentence
 from dpmon.run.activities import startup_wait_reason
-from dpmon.run.lifecycle import UNSUPERVISED, outcome_word, run_state
+from dpmon.run.lifecycle import UNSUPERVISED, run_state
 from dpmon.run.run_directory import ExitInfo, RunError
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
@@ -36,7 +37,7 @@ from dpmon.stalls.run_state import (
     format_state,
 )
 from dpmon.store.store_opening import open_store
-from dpmon.text.formatting import format_calls_so_far, format_count, format_long_duration, format_run_time
+from dpmon.text.formatting import format_calls_so_far, format_count, format_long_duration
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -46,8 +47,6 @@ FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
 """States that are fine. A run that nobody records is not: whether it makes progress is unknown."""
 IS_FINE, NOT_TRAINING, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 5, 6, 124
 """Exit statuses of `dpmon status`."""
-LOST, NO_RECORD = "lost", "its end was not recorded"
-"""The word for a run whose supervisor was killed before the command ended, and the reason."""
 _FAILED_ENDS = ("failed", "killed", LOST, "ended")
 """Ends that count as failures; it is unknown how a run that is lost or ended came to its end."""
 _MIN_SHOWN_S = 1.0
@@ -96,42 +95,6 @@ class Health(NamedTuple):
         if self.since_s is not None and t_s - self.since_s >= _MIN_SHOWN_S:
             duration_text = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
         return f"{format_state(self.state)}{duration_text}" + (f": {self.reason}" if self.reason else "")
-
-
-def exit_words(exit_info: ExitInfo | None) -> tuple[str, str]:
-    """Return how a run ended and what belongs to it: "failed" and "with exit status 1"; None: it was not recorded.
-
-    The screen shows these words, and `exit_sentence` begins with them; the first one is the state in lists.
-    """
-    if exit_info is None:
-        return LOST, ""
-    word = outcome_word(exit_info)
-    if exit_info.stopped:
-        return f"{word} by you", ""
-    if exit_info.status is None:
-        return word, "with unknown exit status"
-    if exit_info.signal is not None:
-        return f"{word} by {exit_info.signal}", ""
-    return word, f"with exit status {exit_info.status}" if exit_info.status else ""
-
-
-def exit_cause(exit_info: ExitInfo | None) -> str | None:
-    """Return why a run ended in this way; None if it is unknown, or if it needs no reason."""
-    if exit_info is None:
-        return NO_RECORD
-    if exit_info.stopped:
-        return None
-    if exit_info.status is None:
-        return exit_info.unknown or "it was not recorded"
-    return exit_info.error or exit_info.cause
-
-
-def exit_sentence(exit_info: ExitInfo | None) -> str:
-    """Return how a run ended, how long it took and the cause of a failure, if it is known."""
-    text, cause = " ".join(filter(None, exit_words(exit_info))), exit_cause(exit_info)
-    if exit_info is not None:
-        text += f" {'in' if text == 'finished' else 'after'} {format_run_time(exit_info.seconds)}"
-    return text if cause is None else f"{text}: {cause}"
 
 
 def read_run(

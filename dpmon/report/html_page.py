@@ -229,9 +229,8 @@ class _Canvas:
                 length = sum(end - start for start, end, _ in series.points)
                 mean = sum((end - start) * share for start, end, share in series.points) / max(length, 1)
                 y_px = self.top + (row + 0.5) * _CELL_ROW + 4
-                yield _text(_LEFT_MARGIN - 6, y_px, series.name, "end") + _text(
-                    WIDTH, y_px, format_percent(mean), "end"
-                )
+                yield _text(_LEFT_MARGIN - 6, y_px, series.name, "end")
+                yield _text(WIDTH, y_px, format_percent(mean), "end")
             return
         first, last = round(self.axis_low / self.tick_step), round(self.axis_top / self.tick_step)
         for value in (number * self.tick_step for number in range(first, last + 1)):

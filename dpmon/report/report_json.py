@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 
 from dpmon.model.communication import Communication, Wrapper
-from dpmon.model.device_usage import DeviceUsage, HostUsage
 from dpmon.model.epoch_progress import Progress, format_progress
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.mode_comparison import verdict_sentence
@@ -22,7 +20,10 @@ from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.text.fact_table import fields_of
 
 _MAX_GAPS = 100
+_PAUSE = ("process", "step", "took_ns", "on", "reason", "refused")
 _MEMORY_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
+_OPERATION = ("name", "size", "collectives", "bytes")
+_STRAGGLER = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
 _NO_TIMES = RankTimes(-1, -1, 0, None, {})
 _ELSEWHERE = ("number", "iteration", "comm_ns", "overlap_ns", "no_sync_times", "group", "all_used")
 _WRAPPER = tuple(name for name in Wrapper._fields if name not in _ELSEWHERE)
@@ -57,46 +58,26 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "findings": [finding._asdict() for finding in report.findings],
         "replicas": [tables.REPLICAS.as_json(replica) for replica in run.replicas],
         "sizes": _size_members(run),
-        "ranks": _rank_members(run),
-        "communication": communication_fields(run.whole_communication),
-        "losses": [
-            {
-                **loss_fields(curve),
-                "process": curve.process,
-                "width_s": curve.point_s,
-                "points": [{"t_s": point.second, **fields_of(point, *LossBin._fields[1:])} for point in curve.points],
-            }
-            for curve in run.whole_losses
+        "ranks": [
+            {**tables.RANKS.as_json(rank), **rate_to_json(rank.rate), **rank_time_members(rank.times)}
+            for rank in run.rank_summaries
         ],
+        "communication": communication_fields(run.whole_communication),
+        "losses": [_loss_members(curve) for curve in run.whole_losses],
         "stages": [tables.STAGES.as_json(stage) for stage in run.stages],
         "devices": [tables.DEVICES.as_json(device) for device in run.device_usage],
-        "host": _host_members(run.samples.hosts, run.host_usage),
+        "host": _host_members(run),
         "memory": [
-            {
-                **tables.MEMORY.as_json(memory),
-                "known": dict(zip(_MEMORY_PARTS, memory.known, strict=True)),
-                "absent": {
-                    name: reason for name, reason in memory.absent.items() if getattr(memory, name[:-6], None) is None
-                },
-            }
+            {**tables.MEMORY.as_json(memory), "known": dict(zip(_MEMORY_PARTS, memory.known, strict=True))}
             for memory in run.device_memory
         ],
         "compared": _mode_comparison_members(run),
         "mode_changes": [
-            {
-                **fields_of(change, *change._fields),
-                **{name: getattr(change, name) or None for name in ("root", "mode", "requested_by")},
-            }
+            {name: None if value == "" else value for name, value in fields_of(change, *change._fields).items()}
             for change in run.announced.changes
         ],
         "paused": {**fields_of(run.pause_totals, *PauseTotals._fields), "alone_s": run.paused_alone_ns / 1e9},
-        "pauses": [
-            {
-                **fields_of(pause, "process", "step", "took_ns", "on", "reason", "refused"),
-                "t_s": pause.start_ns / 1e9,
-            }
-            for pause in run.pause_list
-        ],
+        "pauses": [{**fields_of(pause, *_PAUSE), "t_s": pause.start_ns / 1e9} for pause in run.pause_list],
         "inputs": [
             {"process": process, "t_s": start_ns / 1e9, "seconds": (end_ns - start_ns) / 1e9}
             for process, start_ns, end_ns in run.announced.inputs
@@ -127,10 +108,10 @@ def _mode_members(run: RunAnalysis, stats: StepStats) -> dict[str, object]:
 
 
 def _elapsed_members(run: RunAnalysis) -> dict[str, object]:
-    if not run.time_by_activity:
-        return {}
-    gaps = [fields_of(gap, "process", "after_step", "begin_ns", "ns") for gap in run.gaps[:_MAX_GAPS]]
-    return {**{f"{activity}_s": ns / 1e9 for activity, ns in run.time_by_activity.items()}, "gaps": gaps}
+    members: dict[str, object] = {f"{activity}_s": ns / 1e9 for activity, ns in run.time_by_activity.items()}
+    if members:
+        members["gaps"] = [fields_of(gap, "process", "after_step", "begin_ns", "ns") for gap in run.gaps[:_MAX_GAPS]]
+    return members
 
 
 def _size_members(run: RunAnalysis) -> list[dict[str, object]]:
@@ -151,13 +132,6 @@ def _size_members(run: RunAnalysis) -> list[dict[str, object]]:
     ]
 
 
-def _rank_members(run: RunAnalysis) -> list[dict[str, object]]:
-    return [
-        {**tables.RANKS.as_json(rank), **rate_to_json(rank.rate), **rank_time_members(rank.times)}
-        for rank in run.rank_summaries
-    ]
-
-
 def rank_time_members(times: RankTimes | None) -> dict[str, object]:
     """Return the mean times of a rank in ms; null if unknown."""
     times = _NO_TIMES if times is None else times
@@ -165,15 +139,15 @@ def rank_time_members(times: RankTimes | None) -> dict[str, object]:
     return {**tables.RANK_TIMES.as_json(times), "slowest": slowest, "joined_steps": times.joined}
 
 
-def _host_members(hosts: Sequence[DeviceUsage], host_usage: HostUsage | None) -> dict[str, object] | None:
-    if len(hosts) != 1:
+def _host_members(run: RunAnalysis) -> dict[str, object] | None:
+    if len(run.samples.hosts) != 1:
         return None
-    (host,) = hosts
+    (host,) = run.samples.hosts
     names = {"cpus": "cpus", "others_cpus": "others", "run_cpus": "own", "load": "load"}
     return {
         **fields_of(host, "samples", "mem_used_max", "mem_total"),
         "cpu_median_pct": host.util_median,
-        **{member: getattr(host_usage, name, None) for member, name in names.items()},
+        **{member: getattr(run.host_usage, name, None) for member, name in names.items()},
     }
 
 
@@ -217,6 +191,11 @@ def loss_fields(curve: LossCurve) -> dict[str, object]:
     }
 
 
+def _loss_members(curve: LossCurve) -> dict[str, object]:
+    points = [{"t_s": point.second, **fields_of(point, *LossBin._fields[1:])} for point in curve.points]
+    return {**loss_fields(curve), "process": curve.process, "width_s": curve.point_s, "points": points}
+
+
 def communication_fields(communication: Communication | None) -> dict[str, object] | None:
     """Return the communication as JSON members; None if no ranks train together."""
     if communication is None:
@@ -232,9 +211,7 @@ def communication_fields(communication: Communication | None) -> dict[str, objec
             "samples": collectives.samples,
             "one_in": communication.one_in,
             "absent": collectives.why,
-            "operations": [
-                fields_of(operation, "name", "size", "collectives", "bytes") for operation in collectives.operations
-            ],
+            "operations": [fields_of(operation, *_OPERATION) for operation in collectives.operations],
         },
         "wrappers": [
             {"wrapper": wrapper.number, **fields_of(wrapper, *_WRAPPER)} for wrapper in communication.wrappers
@@ -254,5 +231,4 @@ def _torch_times(wrapper: Wrapper) -> dict[str, object]:
 def _straggler(straggler: Straggler | None, lately: bool) -> dict[str, object] | None:
     if straggler is None:
         return None
-    names = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
-    return {**fields_of(straggler, *names), "sentence": straggler_sentence(straggler, lately=lately)}
+    return {**fields_of(straggler, *_STRAGGLER), "sentence": straggler_sentence(straggler, lately=lately)}

@@ -179,7 +179,12 @@ RANK_TIMES: FactTable[RankTimes] = FactTable(
 
 
 def _memory(owner: str, short: str = "") -> FactColumn[DeviceMemory]:
-    return FactColumn(owner, attrgetter(owner), BYTES, f"{owner}_bytes", short=short, is_optional=True)
+    member = f"{owner}_bytes"
+
+    def find_reason(memory: DeviceMemory) -> str | None:
+        return memory.absent.get(member)
+
+    return FactColumn(owner, attrgetter(owner), BYTES, member, find_reason, short, is_optional=True)
 
 
 MEMORY: FactTable[DeviceMemory] = FactTable(

@@ -92,9 +92,21 @@ def check_place(runs: Path) -> None:
         check_directory(directory)
 
 
+def check_usable(runs: Path) -> None:
+    """Raise RunError if no run can be kept in `runs`, which may not exist yet: place, file system, rights, space."""
+    check_place(runs)
+    existing = next(directory for directory in (runs, *runs.parents) if os.path.exists(directory))
+    if (fs_type := network_file_system(runs)) is not None:
+        raise RunError(f"{runs} is on a network file system ({fs_type})")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RunError(f"{existing} is not writable")
+    free = shutil.disk_usage(existing).free
+    if free < ROOM_BYTES:
+        raise RunError(f"{runs} has only {free >> 20} MiB left")
+
+
 def _create_private(runs: Path) -> None:
     """Create a directory of runs if it is missing, and make it private. Raises RunError if that fails."""
-    check_place(runs)
     try:
         # The XDG Base Directory Specification requires mode 0700, also for missing parent directories.
         parents = [path for path in reversed(runs.parents[1:]) if runs == runs_directory() and not path.exists()]
@@ -120,12 +132,8 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
             hint = "set XDG_STATE_HOME to choose another directory"
             options["elsewhere"] = f"{problems[0]}: this run is kept in {runs}; {hint}"
         try:
-            if (fs_type := network_file_system(runs)) is not None:
-                raise RunError(f"{runs} is on a network file system ({fs_type})")
+            check_usable(runs)
             _create_private(runs)
-            free = shutil.disk_usage(runs).free
-            if free < ROOM_BYTES:
-                raise RunError(f"{runs} has only {free >> 20} MiB left")
             return _create_in(runs, replace(draft, options=options))
         except RunError as error:
             problems.append(str(error))

@@ -6,8 +6,6 @@ three digits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dpmon.record.schema import Quantity
 from dpmon.store.step_stats import Rate, StepStats
 from dpmon.store.tally import SeriesStats, averaging_unit
@@ -76,11 +74,6 @@ def format_calls_so_far(calls: int) -> str:
 def format_count_with_noun(count: int, noun: str) -> str:
     """Return a count with its noun: "1 row", "2 rows"."""
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
-
-
-def node_count_prefix(machines: Sequence[str]) -> str:
-    """Return the prefix of the command of a multi-node run: "2 nodes: "; empty for a run on this machine."""
-    return f"{format_count_with_noun(len(machines), 'node')}: " if machines else ""
 
 
 def format_compact(number: float | None) -> str:

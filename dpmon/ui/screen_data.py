@@ -15,7 +15,7 @@ from dpmon.model.run_process import Process
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.report.health import exit_cause, exit_words
+from dpmon.report.outcome import exit_cause, exit_words
 from dpmon.run.activities import startup_wait_reason
 from dpmon.run.lifecycle import has_succeeded
 from dpmon.run.mirror_state import NodeReplies

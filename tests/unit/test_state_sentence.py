@@ -128,7 +128,7 @@ def read_places(directory: Path, capsys: pytest.CaptureFixture[str]) -> Said:
             lambda: a_run(ended=end(None, unknown="its supervisor was killed")),
             "ended with unknown exit status after 1 min 00 s: its supervisor was killed",
             "ended",
-            [],
+            ["its supervisor was killed"],
             6,
         ),
         (lambda: a_run(started_unix=1.0), "lost: its end was not recorded", "lost", [], 6),

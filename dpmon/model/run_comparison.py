@@ -52,6 +52,15 @@ class ComparedMetric(NamedTuple):
         return self.figure.format(self.typical_value(0)), self.figure.format(self.typical_value(1))
 
     @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Its label, both values and its change, for a table. As in benchstat, ~ is a change that may be none."""
+        change_text = UNKNOWN
+        if self.change is not None:
+            is_sure = self.change.sign or self.change.interval is None
+            change_text = format_change(self.change.ratio) if is_sure else "~"
+        return (self.figure.label, *self.texts, change_text)
+
+    @property
     def growth(self) -> float:
         """How much larger the typical value of the second side is; an unknown value counts as 0."""
         return (self.typical_value(1) or 0.0) - (self.typical_value(0) or 0.0)

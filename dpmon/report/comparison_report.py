@@ -13,7 +13,6 @@ from dpmon.model.run_comparison import (
     Judgment,
     RunComparison,
     exit_status_of,
-    format_change,
     format_interval,
     outcome_sentence,
     scope_notes,
@@ -109,17 +108,9 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
 
 
 def _metric_table(comparison: RunComparison, metrics: Sequence[Metric]) -> list[Table]:
-    rows = [_metric_row(comparison.compared[metric.name]) for metric in metrics if metric.name in comparison.compared]
+    known = [row for metric in metrics if (row := comparison.compared.get(metric.name)) is not None]
+    rows = [(*row.cells, row.missing or "" if row.change is None else format_interval(row.change)) for row in known]
     return [Table(("", *SIDES, "change", "interval"), rows)] if rows else []
-
-
-def _metric_row(row: ComparedMetric) -> tuple[str, ...]:
-    change = row.change
-    if change is None:
-        return (row.figure.label, *row.texts, UNKNOWN, row.missing or "")
-    # As in benchstat, a tilde stands for a change that may be none.
-    change_text = format_change(change.ratio) if change.sign or change.interval is None else "~"
-    return (row.figure.label, *row.texts, change_text, format_interval(change))
 
 
 def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:

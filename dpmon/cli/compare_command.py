@@ -8,7 +8,7 @@ from itertools import chain
 
 from dpmon.cli.commands import render_document, write_output
 from dpmon.model.run_comparison import exit_status_of, judge_metric
-from dpmon.report.comparison_report import build_document, comparison_as_json, read_and_compare
+from dpmon.report.comparison_report import build_document, compare_directories, comparison_as_json
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import find_run
 from dpmon.sanitize import to_safe_json
@@ -20,7 +20,7 @@ def compare(options: argparse.Namespace) -> int:
     for directory, count in Counter(chain.from_iterable(directories)).items():
         if count > 1:
             raise RunError(f"{directory.name} is given twice: a run can be on one side only, once")
-    comparison = read_and_compare(*directories)
+    comparison = compare_directories(*directories)
     limit = options.fail_if_slower
     phases = () if limit is None else options.phase or ("step",)
     judgments = [judge_metric(comparison, phase, limit) for phase in phases]

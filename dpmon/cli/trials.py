@@ -25,7 +25,7 @@ from dpmon.model.compared_run import ComparedRun
 from dpmon.model.comparison_stats import Change
 from dpmon.model.findings.finding_evidence import data_share
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
+from dpmon.model.run_comparison import ComparedMetric, RunComparison, format_interval
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
 from dpmon.report.outcome import exit_sentence
@@ -111,7 +111,7 @@ def try_changes(options: argparse.Namespace) -> int:
             else:
                 runs.setdefault(trial.name, []).append(read_compared_run(directory))
     results = [
-        TrialResult(trial, compare_runs(runs[_BASELINE], runs[trial.name]).compared.get(trial.metric))
+        TrialResult(trial, RunComparison((runs[_BASELINE], runs[trial.name])).compared.get(trial.metric))
         for trial in trials
         if trial.name not in absent
     ]
@@ -274,8 +274,8 @@ class TrialResult(NamedTuple):
         gain_text = "" if self.trial.max_saving is None else format_percent(self.trial.max_saving)
         if self.row is None or self.row.change is None:
             return (self.trial.name, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, gain_text)
-        change_text = format_change(self.row.change.ratio)
-        return (self.trial.name, self.row.figure.label.strip(), *self.row.texts, change_text, gain_text)
+        label, *values = self.row.cells
+        return (self.trial.name, label.strip(), *values, gain_text)
 
     @property
     def explanation(self) -> str:

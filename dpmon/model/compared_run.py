@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -29,7 +29,7 @@ from dpmon.record.schema import (
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.activity_times import read_times
 from dpmon.store.tally import SeriesStats, Tally
-from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
+from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.tally_tables import read_tally_rows
 from dpmon.text.fact_table import ms
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration, format_percent
@@ -40,35 +40,13 @@ _MAX_PARTS = 20
 """Most parts into which the steps of a run are divided."""
 _MIN_SAMPLED_PARTS = 3
 """Fewest parts for a CPU time, which is sampled once a second."""
-
-
-class Condition(NamedTuple):
-    """A measured condition of a run: its value, the smallest difference to show, and how to format a value."""
-
-    value_of: Callable[[RunAnalysis], float | None]
-    min_difference: float
-    format: Callable[[float], str]
-
-
-def _gpu_clock(run: RunAnalysis) -> float | None:
-    clocks = [clock for device in run.device_usage if device.of_run for clock in device.clocks]
-    return median(clocks) if clocks else None
-
-
-def _throttled_share(run: RunAnalysis) -> float | None:
-    run_devices = [device for device in run.device_usage if device.of_run]
-    samples = sum(device.throttle_samples for device in run_devices)
-    return sum(device.throttled.total() for device in run_devices) / samples if samples else None
-
-
-CONDITIONS: Mapping[str, Condition] = {
-    "clock of the GPUs": Condition(_gpu_clock, 30.0, "{:.0f} MHz".format),
-    "throttled": Condition(_throttled_share, 0.05, format_percent),
-    "processors busy with other work": Condition(
-        lambda run: None if run.host_usage is None else run.host_usage.others, 0.5, "{:.1f}".format
-    ),
+_CLOCK, _THROTTLED, _BUSY = "clock of the GPUs", "throttled", "processors busy with other work"
+CONDITIONS: Mapping[str, tuple[float, Callable[[float], str]]] = {
+    _CLOCK: (30.0, "{:.0f} MHz".format),
+    _THROTTLED: (0.05, format_percent),
+    _BUSY: (0.5, "{:.1f}".format),
 }
-"""By label."""
+"""Measured conditions: the smallest difference to show, and how to format a value."""
 
 
 class Metric(NamedTuple):
@@ -226,23 +204,19 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
     """
     mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
     straggler = None if run.whole_communication is None else run.whole_communication.straggler
-    rows: list[tuple[int, Tally]] = []
-    trained_steps: Counter[tuple[int, int]] = Counter()
+    tallies: list[tuple[tuple[int, int], int, Tally]] = []
     if mode is not None:
         # The others wait for the straggler in sync, so only its own phases show what takes the time.
         process = run.representative_process(mode) if straggler is None else straggler.process
-        for interval, key, tally in _tallies_with_gaps(run, mode, process):
-            if is_compared(key, run.window.main_kind):
-                trained_steps[interval] += tally.steps
-                rows.append((key.batch, tally))
+        tallies += _read_compared_tallies(run, mode, process)
     compared_run = ComparedRun(
         **about,
         set_up={},
-        measured={label: condition.value_of(run) for label, condition in CONDITIONS.items()},
+        measured=_measured_conditions(run),
         mode=mode,
-        rows=rows,
+        rows=[(batch, tally) for _, batch, tally in tallies],
         part_s=run.bin_s,
-        values={**_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, mode)},
+        values={**_cpu_ns_per_step(run, tallies), **_whole_run_values(run, mode)},
         straggler=None if straggler is None else straggler_sentence(straggler, lately=False),
         ranks=_first_process(run).world or 1,
         unread_warning=run.store.unread_warning,
@@ -251,43 +225,39 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
     return replace(compared_run, set_up={**switched, **given, **_setup_labels(run, compared_run)})
 
 
-def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tuple[tuple[int, int], TallyKey, Tally]]:
-    """Yield the interval (start and end in ns), key and tally of the steps of a process in a mode, in order of time.
+def _read_compared_tallies(run: RunAnalysis, mode: str, process: int) -> Iterator[tuple[tuple[int, int], int, Tally]]:
+    """Yield the interval (start and end in ns), samples of a step, and tally of the steps of a process to compare.
 
-    Only steps of the main kind. The time between steps becomes the series BETWEEN of the tallies that begin in or after
-    it.
+    In order of time. The time between steps becomes the series BETWEEN of the tallies that begin in or after it.
     """
     gaps = [row for row in read_times(run.store, process=process, widest=run.bin_s) if row.mode == mode]
     gaps.reverse()
     tallies = read_tally_rows(run.store, process=process, widest=run.bin_s, series=_SERIES)
-    gap_ns = 0
+    gap_ns, main_kind = 0, run.window.main_kind
     for (start_s, width_s), bucket in groupby(tallies, key=itemgetter(0, 1)):
         end_s = start_s + width_s
-        rows = [
-            (key, tally)
-            for _, _, key, tally in bucket
-            if (key.mode, step_kind(key.kind)) == (mode, run.window.main_kind)
-        ]
+        rows = [(key, tally) for *_, key, tally in bucket if (key.mode, step_kind(key.kind)) == (mode, main_kind)]
         while gaps and gaps[-1].start_s < end_s:
             spent = gaps.pop().spent
             gap_ns += sum(spent[name] for name in run.store.between_activities)
         steps = sum(tally.steps for _, tally in rows)
-        for _, tally in rows if gap_ns > 0 else ():
-            tally.stats[BETWEEN] = SeriesStats(tally.steps, gap_ns * tally.steps // steps)
+        for key, tally in rows:
+            if gap_ns > 0:
+                tally.stats[BETWEEN] = SeriesStats(tally.steps, gap_ns * tally.steps // steps)
+            if is_compared(key, main_kind):
+                yield (start_s * SECOND, end_s * SECOND), key.batch, tally
         if steps:
             gap_ns = 0
-        for key, tally in rows:
-            yield (start_s * SECOND, end_s * SECOND), key, tally
 
 
-def _cpu_ns_per_step(run: RunAnalysis, trained_steps: Mapping[tuple[int, int], int]) -> dict[str, float]:
-    """Return the CPU time of all processes per training step; empty if unknown.
-
-    `trained_steps`: number of steps that ended in each interval (ns). The first and the last one may be partly empty.
-    """
+def _cpu_ns_per_step(run: RunAnalysis, tallies: Iterable[tuple[tuple[int, int], int, Tally]]) -> dict[str, float]:
+    """Return the CPU time of all processes per training step; empty if unknown."""
+    steps_by_interval: Counter[tuple[int, int]] = Counter()
+    for interval, _, tally in tallies:
+        steps_by_interval[interval] += tally.steps
     spent = [
         (after - before, steps)
-        for (start, end), steps in sorted(trained_steps.items())[1:-1]
+        for (start, end), steps in sorted(steps_by_interval.items())[1:-1]  # the first and the last may be partly empty
         if (before := run.samples.cpu_time_until(start)) is not None
         and (after := run.samples.cpu_time_until(end)) is not None
     ]
@@ -350,3 +320,14 @@ def _switched_mode(run: RunAnalysis, mode: str | None) -> str:
         return "no"
     steps, _ = run.window.step_counts(run.window.main_kind, mode)
     return f"yes: only {mode} is compared, {steps:,} of {format_count_with_noun(run.steps, 'step')}"
+
+
+def _measured_conditions(run: RunAnalysis) -> dict[str, float | None]:
+    run_devices = [device for device in run.device_usage if device.of_run]
+    clocks = [clock for device in run_devices for clock in device.clocks]
+    samples = sum(device.throttle_samples for device in run_devices)
+    return {
+        _CLOCK: median(clocks) if clocks else None,
+        _THROTTLED: sum(device.throttled.total() for device in run_devices) / samples if samples else None,
+        _BUSY: None if run.host_usage is None else run.host_usage.others,
+    }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -51,6 +52,15 @@ class ComparedMetric(NamedTuple):
         return self.figure.format(self.typical_value(0)), self.figure.format(self.typical_value(1))
 
     @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Its label, both values and its change, for a table. As in benchstat, ~ is a change that may be none."""
+        change_text = UNKNOWN
+        if self.change is not None:
+            is_sure = self.change.sign or self.change.interval is None
+            change_text = format_change(self.change.ratio) if is_sure else "~"
+        return (self.figure.label, *self.texts, change_text)
+
+    @property
     def growth(self) -> float:
         """How much larger the typical value of the second side is; an unknown value counts as 0."""
         return (self.typical_value(1) or 0.0) - (self.typical_value(0) or 0.0)
@@ -61,103 +71,113 @@ class RunComparison:
     """Runs side by side: "A" before, "B" after."""
 
     sides: tuple[Sequence[ComparedRun], Sequence[ComparedRun]]
-    batch: int | None
-    """Number of samples of the compared steps; None for all steps."""
-    per_sample: bool
-    """Whether times are per sample, not per step."""
-    missing: str | None
-    """Why steps are not compared."""
-    differences: Sequence[tuple[str, str, str]]
-    """What differs, and its value on both sides."""
-    compared: Mapping[str, ComparedMetric]
-    """By name: the metrics of STEP_METRICS and RUN_METRICS that are known for a run."""
-    reason: ComparedMetric | None
-    """The phase that changed most in the direction of the step."""
 
     @property
-    def unit(self) -> str:
-        """What a time is divided by: "step" or "sample"."""
-        return "sample" if self.per_sample else "step"
+    def runs(self) -> list[ComparedRun]:
+        """The runs of both sides."""
+        return [*self.sides[0], *self.sides[1]]
 
     @property
     def is_pair(self) -> bool:
         """Whether there is one run on each side."""
         return all(len(side) == 1 for side in self.sides)
 
+    @cached_property
+    def batch(self) -> int | None:
+        """Number of samples of the compared steps, if most steps of all runs have it; None for all steps.
+
+        None also if the ranks of the runs differ.
+        """
+        first = self.runs[0]
+        batch = first.main_batch
+        is_common = batch not in (None, OTHER_SIZES) and all(
+            (run.main_batch, run.ranks) == (batch, first.ranks)
+            and run.steps_by_batch[batch] * 2 >= run.steps_by_batch.total()
+            for run in self.runs
+        )
+        return batch if is_common else None
+
+    @cached_property
+    def per_sample(self) -> bool:
+        """Whether times are per sample, not per step."""
+        steps = [run.steps(None) for run in self.runs]
+        all_counted = all(whole.steps == whole.stat("samples").count for whole in steps)
+        return self.batch is None and self.missing is None and all_counted
+
+    @property
+    def unit(self) -> str:
+        """What a time is divided by: "step" or "sample"."""
+        return "sample" if self.per_sample else "step"
+
+    @cached_property
+    def missing(self) -> str | None:
+        """Why steps are not compared; None if they are."""
+        for run in self.runs:
+            steps = run.steps(self.batch).steps
+            if run.main_batch is None:
+                return f"{run.name} has no step to compare"
+            if steps < MIN_STEPS:
+                return f"{run.name} has only {format_count_with_noun(steps, 'step')} to compare, fewer than {MIN_STEPS}"
+        return None
+
+    def steps(self, run: ComparedRun) -> Tally:
+        """Return the compared steps of a run."""
+        return run.steps(self.batch) if self.missing is None else Tally()
+
+    @cached_property
+    def differences(self) -> Sequence[tuple[str, str, str]]:
+        """What differs between the sides, and its value on both."""
+        differences = []
+        for label in self.runs[0].set_up:
+            old, new = (dict.fromkeys(value for run in side if (value := run.set_up[label])) for side in self.sides)
+            if len(old | new) > 1 or (label == "state" and [*old] != ["finished"]):
+                differences.append((label, ", ".join(old) or UNKNOWN, ", ".join(new) or UNKNOWN))
+        for label, (min_difference, format_value) in CONDITIONS.items():
+            known = [[number for run in side if (number := run.measured[label]) is not None] for side in self.sides]
+            if all(known):
+                before, after = map(median, known)
+                if abs(before - after) >= min_difference:
+                    differences.append((label, format_value(before), format_value(after)))
+        return differences
+
+    @cached_property
+    def compared(self) -> Mapping[str, ComparedMetric]:
+        """By name: the metrics of STEP_METRICS and RUN_METRICS that are known for a run."""
+        steps_by_run = [(run, self.steps(run)) for run in self.runs]
+        parts_by_run = [(run, run.parts(self.batch)) for run in self.runs if self.is_pair and self.missing is None]
+        compared: dict[str, ComparedMetric] = {}
+        for metric in (*STEP_METRICS, *RUN_METRICS):
+            values = [run.value(metric, steps, per_sample=self.per_sample) for run, steps in steps_by_run]
+            if not any(values):
+                continue
+            split, parts = len(self.sides[0]), None
+            if parts_by_run and metric.series:
+                parts = [
+                    [run.value(metric, part, per_sample=self.per_sample) or 0.0 for part in run_parts]
+                    for run, run_parts in parts_by_run
+                ]
+            sides = values[:split], values[split:]
+            compared[metric.name] = _compare_metric(metric, sides, parts, self.runs[0].part_s)
+        return compared
+
+    @cached_property
+    def reason(self) -> ComparedMetric | None:
+        """The phase, or the time between steps, that changed most in the direction of the step time; None if none.
+
+        None also if the step time has not changed.
+        """
+        step = self.compared.get(STEP)
+        if step is None or step.change is None or not step.change.sign:
+            return None
+        sign, phases = step.change.sign, [self.compared.get(name) for name in (*STEP_PHASES, BETWEEN)]
+        known = [row for row in phases if row is not None and row.growth * sign > 0]
+        return max(known, key=lambda row: row.growth * sign, default=None)
+
     def run_to_run_spread(self, side: int) -> float | None:
         """Return how much slower the slowest run of a side is than its fastest (0.02: 2%); None for a single run."""
         step = self.compared.get(STEP)
         values = [value for value in step.values[side] if value] if step is not None else []
         return max(values) / min(values) - 1 if len(values) > 1 else None
-
-
-def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> RunComparison:
-    """Compare the runs of two sides."""
-    runs = (*before, *after)
-    batch = _common_batch(runs)
-    wholes = [run.steps(batch) for run in runs]
-    per_sample = batch is None and all(whole.steps == whole.stat("samples").count for whole in wholes)
-    missing = _incomparable_reason(runs, wholes)
-    if missing is not None:
-        wholes, per_sample = [Tally() for _ in runs], False
-    split = len(before)
-    parts_by_run = [run.parts(batch) for run in runs] if len(runs) == 2 and missing is None else None
-    compared: dict[str, ComparedMetric] = {}
-    for metric in (*STEP_METRICS, *RUN_METRICS):
-        values = [run.value(metric, whole, per_sample=per_sample) for run, whole in zip(runs, wholes, strict=True)]
-        if not any(values):
-            continue
-        sides = values[:split], values[split:]
-        parts = None
-        if parts_by_run is not None and metric.series:
-            parts = [
-                [run.value(metric, part, per_sample=per_sample) or 0.0 for part in run_parts]
-                for run, run_parts in zip(runs, parts_by_run, strict=True)
-            ]
-        compared[metric.name] = _compare_metric(metric, sides, parts, runs[0].part_s)
-    differences = _setup_differences(before, after)
-    return RunComparison((before, after), batch, per_sample, missing, differences, compared, _main_phase(compared))
-
-
-def _common_batch(runs: Sequence[ComparedRun]) -> int | None:
-    """Return the samples of most steps of each run, if they are equal; None if not, or if their ranks differ."""
-    batch = runs[0].main_batch
-    if batch is None or batch == OTHER_SIZES:
-        return None
-    is_common = all(
-        run.main_batch == batch
-        and run.ranks == runs[0].ranks
-        and run.steps_by_batch[batch] * 2 >= run.steps(None).steps
-        for run in runs
-    )
-    return batch if is_common else None
-
-
-def _setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
-    """Return what differs between the sides: a label, and its value on each side."""
-    differences = []
-    for label in before[0].set_up:
-        old, new = (dict.fromkeys(value for run in side if (value := run.set_up[label])) for side in (before, after))
-        if len(old | new) > 1 or (label == "state" and [*old] != ["finished"]):
-            differences.append((label, ", ".join(old) or UNKNOWN, ", ".join(new) or UNKNOWN))
-    for label, condition in CONDITIONS.items():
-        known = [[number for run in side if (number := run.measured[label]) is not None] for side in (before, after)]
-        if all(known):
-            old_median, new_median = map(median, known)
-            if abs(old_median - new_median) >= condition.min_difference:
-                differences.append((label, condition.format(old_median), condition.format(new_median)))
-    return differences
-
-
-def _incomparable_reason(runs: Sequence[ComparedRun], wholes: Sequence[Tally]) -> str | None:
-    """Return why the steps of the runs cannot be compared; None if they can. `wholes`: the steps of each run."""
-    for run, whole in zip(runs, wholes, strict=True):
-        if run.main_batch is None:
-            return f"{run.name} has no step to compare"
-        if whole.steps < MIN_STEPS:
-            steps = format_count_with_noun(whole.steps, "step")
-            return f"{run.name} has only {steps} to compare, fewer than {MIN_STEPS}"
-    return None
 
 
 def _compare_metric(
@@ -188,19 +208,6 @@ def _compare_metric(
         if change.least is not None:
             missing += " for a 95% interval"
     return ComparedMetric(metric, sides, change, missing)
-
-
-def _main_phase(compared: Mapping[str, ComparedMetric]) -> ComparedMetric | None:
-    """Return the phase, or the time between steps, that changed most in the direction of the step time; None if none.
-
-    None also if the step time has not changed.
-    """
-    step = compared.get(STEP)
-    if step is None or step.change is None or not step.change.sign:
-        return None
-    sign, phases = step.change.sign, [compared[name] for name in (*STEP_PHASES, BETWEEN) if name in compared]
-    largest = max(phases, key=lambda row: row.growth * sign, default=None)
-    return None if largest is None or largest.growth * sign <= 0 else largest
 
 
 # ------------------------------------------------------------------------------------------------ words

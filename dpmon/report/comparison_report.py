@@ -12,9 +12,7 @@ from dpmon.model.run_comparison import (
     ComparedMetric,
     Judgment,
     RunComparison,
-    compare_runs,
     exit_status_of,
-    format_change,
     format_interval,
     outcome_sentence,
     scope_notes,
@@ -61,9 +59,9 @@ def read_compared_run(directory: Path) -> ComparedRun:
         )
 
 
-def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunComparison:
+def compare_directories(before: Iterable[Path], after: Iterable[Path]) -> RunComparison:
     """Compare the runs in these directories. Raises as `read_compared_run` does."""
-    return compare_runs(*([read_compared_run(directory) for directory in side] for side in (before, after)))
+    return RunComparison(([*map(read_compared_run, before)], [*map(read_compared_run, after)]))
 
 
 # ------------------------------------------------------------------------------------------------ document
@@ -94,14 +92,11 @@ def build_document(comparison: RunComparison, judgments: Sequence[Judgment] = ()
 
 def _fact_sentences(comparison: RunComparison) -> list[str]:
     """Return sentences about how many steps are compared, and what may distort the comparison."""
-    before, after = comparison.sides
-    steps_before, steps_after = (
-        format_count(sum(_compared_steps(run, comparison) for run in side)) for side in comparison.sides
-    )
-    texts = [f"Compared steps: {steps_before} in A, {steps_after} in B."]
+    before, after = (format_count(sum(comparison.steps(run).steps for run in side)) for side in comparison.sides)
+    texts = [f"Compared steps: {before} in A, {after} in B."]
     if comparison.per_sample:
         texts.append("The steps differ in samples or ranks, so the time per sample of all ranks is compared.")
-    texts += [f"{run.name}: {run.unread_warning}." for run in (*before, *after) if run.unread_warning is not None]
+    texts += [f"{run.name}: {run.unread_warning}." for run in comparison.runs if run.unread_warning is not None]
     starts_before, starts_after = ([run.started_unix for run in side] for side in comparison.sides)
     is_one_side_first = max(starts_before) < min(starts_after) or max(starts_after) < min(starts_before)
     if is_one_side_first and not comparison.is_pair:
@@ -112,23 +107,10 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
     return texts
 
 
-def _compared_steps(run: ComparedRun, comparison: RunComparison) -> int:
-    """Return the number of steps that are compared."""
-    return 0 if comparison.missing is not None else run.steps(comparison.batch).steps
-
-
 def _metric_table(comparison: RunComparison, metrics: Sequence[Metric]) -> list[Table]:
-    rows = [_metric_row(comparison.compared[metric.name]) for metric in metrics if metric.name in comparison.compared]
+    known = [row for metric in metrics if (row := comparison.compared.get(metric.name)) is not None]
+    rows = [(*row.cells, row.missing or "" if row.change is None else format_interval(row.change)) for row in known]
     return [Table(("", *SIDES, "change", "interval"), rows)] if rows else []
-
-
-def _metric_row(row: ComparedMetric) -> tuple[str, ...]:
-    change = row.change
-    if change is None:
-        return (row.figure.label, *row.texts, UNKNOWN, row.missing or "")
-    # As in benchstat, a tilde stands for a change that may be none.
-    change_text = format_change(change.ratio) if change.sign or change.interval is None else "~"
-    return (row.figure.label, *row.texts, change_text, format_interval(change))
 
 
 def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:
@@ -159,7 +141,7 @@ def comparison_as_json(comparison: RunComparison, judgments: Sequence[Judgment] 
                 "side": name,
                 "spread": comparison.run_to_run_spread(side),
                 "runs": [
-                    {**fields_of(run, *_RUN_FIELDS), "steps": _compared_steps(run, comparison)}
+                    {**fields_of(run, *_RUN_FIELDS), "steps": comparison.steps(run).steps}
                     for run in comparison.sides[side]
                 ],
             }

@@ -350,23 +350,17 @@ def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int
 # ------------------------------------------------------------------------------------------------ long steps, waits
 
 
-def read_longest_steps(
-    store: Store, limit: int, mode: str, *, process: int | None = None, newest_only: bool = False
-) -> list[StepRow]:
+def read_longest_steps(store: Store, limit: int, mode: str) -> list[StepRow]:
     """Return the longest steps of a mode and of the main kind, the longest first, without excluded steps.
 
-    `process`: only its steps, up to the time of the store; None: those of all processes, except those in which ranks
-    may have waited for steps of another kind. `newest_only`: only among the newest rows.
+    Steps in which ranks may have waited for steps of another kind are left out.
     """
-    compared = "(wait_ns IS NULL OR exposed_ns IS NOT NULL)" if process is None else "TRUE"
-    last_id = store.newest_step_id if process is None else store.last_id(process)
+    compared = "(wait_ns IS NULL OR exposed_ns IS NOT NULL)"
     query = (
-        "SELECT id, wall_ns FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
-        f" AND mode = ? AND {_kind_condition(store.main_kind, WARM_UP | EXCLUDED)} AND {compared}"
-        " ORDER BY wall_ns DESC LIMIT ?"
+        f"SELECT id, wall_ns FROM steps WHERE id <= ? AND step > 0 AND mode = ? AND {compared}"
+        f" AND {_kind_condition(store.main_kind, WARM_UP | EXCLUDED)} ORDER BY wall_ns DESC LIMIT ?"
     )
-    first_id = last_id - _NEWEST_IDS_SEARCHED if newest_only else 0
-    return _read_longest(store, query, (first_id, last_id, process, mode, limit))
+    return _read_longest(store, query, (store.newest_step_id, mode, limit))
 
 
 def read_longest_training_steps(

@@ -95,7 +95,8 @@ def of_groups(chance: random.Random, times: int) -> None:
         for _ in range(times):
             told = estimate_change(runs(chance, count, spread, 1.0), runs(chance, count, spread, 1 + slower))
             row = ComparedMetric(STEP_METRICS[0], ([1.0], [1.0]), told)
-            found = RunComparison(([], []), None, False, None, [], {"step": row}, None)
+            found = RunComparison(([], []))
+            vars(found).update(compared={"step": row}, per_sample=False)
             outcomes[judge_metric(found, "step", 0.05).outcome] += 1
             signs += told.sign != 0
         shares = [f"{outcomes[name] / times:.1%}" for name in ("slower", "not slower", "inconclusive")]
@@ -108,8 +109,7 @@ def of_time(count: int) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     with tempfile.TemporaryDirectory() as place:
         os.environ["XDG_STATE_HOME"] = place
-        from dpmon.model.run_comparison import compare_runs
-        from dpmon.report.comparison_report import comparison_as_json, read_compared_run
+        from dpmon.report.comparison_report import compare_directories, comparison_as_json
         from support.history_builders import write_run_directory
         from support.record_builders import SECOND, Training
 
@@ -120,7 +120,7 @@ def of_time(count: int) -> None:
                 write_run_directory({0: [*training.begin(), *training.run(count)]}, seconds=training.now / SECOND)
             )
         began = time.perf_counter()
-        comparison_as_json(compare_runs(*([read_compared_run(directory)] for directory in directories)))
+        comparison_as_json(compare_directories(*([directory] for directory in directories)))
         print(f"comparing two runs of {count:,} steps takes {time.perf_counter() - began:.2f} s")
 
 

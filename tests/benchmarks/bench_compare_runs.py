@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from dpmon.model.compared_run import ComparedRun
-from dpmon.model.run_comparison import compare_runs, judge_metric
+from dpmon.model.run_comparison import RunComparison, judge_metric
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.run.run_registry import list_runs
 
@@ -87,7 +87,7 @@ def compared(chance: random.Random, turns: Sequence[Turn], slower: bool, times: 
             equal = chance.sample(turn[:2], 2)
             before.append(equal[0])
             after.append(turn[2] if slower else equal[1])
-        result = compare_runs(before, after)
+        result = RunComparison((before, after))
         for figure, counted in found.items():
             row = result.compared.get(figure)
             sign = 0 if row is None or row.change is None else row.change.sign
@@ -126,7 +126,7 @@ def main() -> None:
                 print(f"{title}, {figure}: {shares}")
         for figure in FIGURES:
             for title, ranks in (("equal", (0, 1)), ("slower", (2,))):
-                sides = [compare_runs([turn[at]], [turn[at]]).compared for turn in turns for at in ranks]
+                sides = [RunComparison(([turn[at]], [turn[at]])).compared for turn in turns for at in ranks]
                 values = [side[figure].typical_value(0) or 0.0 for side in sides if figure in side]
                 if not values:
                     continue

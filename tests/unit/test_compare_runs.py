@@ -16,13 +16,12 @@ from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
 from dpmon.model.run_comparison import (
     Judgment,
     RunComparison,
-    compare_runs,
     exit_status_of,
     judge_metric,
     outcome_sentence,
     result_sentence,
 )
-from dpmon.report.comparison_report import build_document, comparison_as_json, read_compared_run
+from dpmon.report.comparison_report import build_document, compare_directories, comparison_as_json, read_compared_run
 from dpmon.report.plain_text import text_lines
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
@@ -123,7 +122,7 @@ class Judged(NamedTuple):
 
 
 def compared(before: list[Path], after: list[Path], *limits: tuple[str, float]) -> Judged:
-    found = compare_runs([read_compared_run(one) for one in before], [read_compared_run(one) for one in after])
+    found = compare_directories(before, after)
     return Judged(found, [judge_metric(found, *limit) for limit in limits])
 
 

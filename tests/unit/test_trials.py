@@ -73,6 +73,8 @@ def test_a_result_says_what_came_and_what_was_promised() -> None:
     )
     assert slower.table_cells[4:] == ("+25%", "")
     assert slower.explanation == "threads-1 changes OMP_NUM_THREADS; step +19% to +31% (90%)", "a time, as in the table"
+    unsure = TrialResult(Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.02, 0.97, 1.06)))
+    assert unsure.table_cells[4] == "~", "as in dpmon compare: the interval includes no change"
     assert TrialResult(Trial("single", "the devices"), None).table_cells == ("single", "–", "–", "–", "–", "")
     base = [SimpleNamespace(name="try-1-as-is-1", set_up={"script": "train.py", "ranks": None})]
     options = SimpleNamespace(rounds=2, steps=200)

@@ -12,26 +12,21 @@ _HOST_WAIT_PHASES = ("copy", "forward", "backward", "optimizer")
 """Phases that `host_waits` may name. `data` is not one of them: its wait is not for the GPU."""
 MIN_TIMED_SHARE = 0.9
 """`timed_steps_note` returns a note if a smaller share of the steps has device times."""
-HOST_SHARE, HOST_RATIO = 0.2, 2.0
+MIN_HOST_SHARE, MIN_HOST_RATIO = 0.2, 2.0
 """Smallest share of the step and smallest ratio of host to device time; the ratio is near 1 if the device waits."""
 
 
 def host_waits(phases: Iterable[PhaseStats]) -> list[str]:
     """Return a sentence for each phase that takes long on the host only."""
-    notes = []
-    for phase in phases:
-        device = phase.device_ns
-        if (
-            phase.name not in _HOST_WAIT_PHASES
-            or device is None
-            or phase.median_ns is None
-            or (phase.share or 0) < HOST_SHARE
-        ):
-            continue
-        if phase.median_ns >= HOST_RATIO * device:
-            reason = f"the phase itself takes the GPU {format_long_duration(device)}"
-            notes.append(f"in {phase.name} the host waits for the GPU's earlier work: {reason}")
-    return notes
+    long_phases = [
+        phase for phase in phases if phase.name in _HOST_WAIT_PHASES and (phase.share or 0) >= MIN_HOST_SHARE
+    ]
+    return [
+        f"in {phase.name} the host waits for the GPU's earlier work: the phase itself takes the GPU"
+        f" {format_long_duration(phase.device_ns)}"
+        for phase in long_phases
+        if phase.device_ns is not None and (phase.median_ns or 0) >= MIN_HOST_RATIO * phase.device_ns
+    ]
 
 
 def timed_steps_note(phases: Iterable[PhaseStats]) -> list[str]:

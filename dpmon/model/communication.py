@@ -214,7 +214,34 @@ class Communication:
     @cached_property
     def labeled_texts(self) -> list[tuple[str, str]]:
         """Labels and texts, the most important first."""
-        return _labeled_texts(self)
+        rows: list[tuple[str, str]] = []
+        if self.exposed_ns is not None:
+            exposed = f"{format_duration(self.exposed_ns)} per {self.unit}"
+            exposed += f", {format_percent(self.exposed_share)} of it"
+            rows.append(("exposed", f"{exposed}; {'last ' * self.lately}{self.text_of_known_waits}"))
+            rank_count = len(self.ranks_with_waits)
+            straggler_count = rank_count - len(self.non_stragglers)
+            ranks_text = f"of {format_count_with_noun(rank_count, 'rank')}"
+            if straggler_count:
+                ranks_text = f"without the straggler{'s' * (straggler_count > 1)}"
+            wait = f"{format_duration(self.wait_ns)}, {format_percent(self.wait_share)}"
+            rows.append(("wait", f"{wait}; mean {ranks_text}"))
+        if self.missing is not None:
+            rows.append(("wait", f"unknown: {self.missing}"))
+        if self.torch_times is not None and self.hidden_share is not None:
+            rows.append(("hidden", _format_overlap(self, self.torch_times)))
+        rows += [("" if row else "sampled", text) for row, text in enumerate(format_operations(self))]
+        several = len(self.wrappers) > 1
+        for wrapper in self.wrappers:
+            rows.append((f"buckets{f' {wrapper.root}' if several else ''}", format_buckets(wrapper)))
+        if self.wrappers:
+            rows.append(("group", _format_group(self.wrappers[0])))
+        if self.synced:
+            passes = f"{format_three_digits(self.synced)} synced per {self.unit}"
+            if self.unsynced:
+                passes += f", {format_three_digits(self.unsynced)} under no_sync"
+            rows.append(("passes", passes))
+        return rows
 
     def other_waits(self) -> tuple[str, ...]:
         """Return sentences about waits between ranks that do not happen at the end of the backward pass."""
@@ -359,37 +386,6 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------------ words
-
-
-def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    if communication.exposed_ns is not None:
-        exposed = f"{format_duration(communication.exposed_ns)} per {communication.unit}"
-        exposed += f", {format_percent(communication.exposed_share)} of it"
-        rows.append(("exposed", f"{exposed}; {'last ' * communication.lately}{communication.text_of_known_waits}"))
-        rank_count = len(communication.ranks_with_waits)
-        straggler_count = rank_count - len(communication.non_stragglers)
-        ranks_text = f"of {format_count_with_noun(rank_count, 'rank')}"
-        if straggler_count:
-            ranks_text = f"without the straggler{'s' * (straggler_count > 1)}"
-        wait = f"{format_duration(communication.wait_ns)}, {format_percent(communication.wait_share)}"
-        rows.append(("wait", f"{wait}; mean {ranks_text}"))
-    if communication.missing is not None:
-        rows.append(("wait", f"unknown: {communication.missing}"))
-    if communication.torch_times is not None and communication.hidden_share is not None:
-        rows.append(("hidden", _format_overlap(communication, communication.torch_times)))
-    rows += [("" if row else "sampled", text) for row, text in enumerate(format_operations(communication))]
-    several = len(communication.wrappers) > 1
-    for wrapper in communication.wrappers:
-        rows.append((f"buckets{f' {wrapper.root}' if several else ''}", format_buckets(wrapper)))
-    if communication.wrappers:
-        rows.append(("group", _format_group(communication.wrappers[0])))
-    if communication.synced:
-        passes = f"{format_three_digits(communication.synced)} synced per {communication.unit}"
-        if communication.unsynced:
-            passes += f", {format_three_digits(communication.unsynced)} under no_sync"
-        rows.append(("passes", passes))
-    return rows
 
 
 def format_operations(communication: Communication) -> list[str]:

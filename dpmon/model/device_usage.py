@@ -284,7 +284,9 @@ class SampledDevices:
                 self._add_host(sample, is_paused=is_paused)
 
     def _usage(self, index: int) -> DeviceUsage:
-        return self._by_index.setdefault(index, DeviceUsage(index))
+        if index not in self._by_index:
+            self._by_index[index] = DeviceUsage(index)
+        return self._by_index[index]
 
     def _bucket_of(self, t_ns: int) -> int:
         """Return the middle of the bucket of a time."""
@@ -311,7 +313,7 @@ class SampledDevices:
             self._others.append(max(sample.cpu_pct * sample.cpus / 100 - own, 0.0))
             if sample.load_1m is not None:
                 self._load.append(sample.load_1m)
-        if sample.device == HOST and (not self._at or sample.t_ns > self._at[-1]):
+        if sample.node is None and (not self._at or sample.t_ns > self._at[-1]):
             self._spent.append(self._spent[-1] + own * (sample.t_ns - self._at[-1]) if self._at else 0.0)
             self._at.append(sample.t_ns)
 

@@ -135,17 +135,21 @@ class RunEvents:
         of_ranks = _OF_RANK * len(store.ranks)
 
         info = {record["process"]: _from_record(ProcessInfo, record) for record in data("process", -1)}
-        warnings = tuple(
-            _from_record(WarningRecord, record, t_ns=_ns(record, "t_s")) for record in data("warning", TEXTS_READ)
-        )
+        warnings = tuple(_from_record(WarningRecord, record) for record in data("warning", TEXTS_READ))
         warning_count = count_events(store, "warning")
         if store.unread_warning is not None:
             warnings = (*warnings, WarningRecord(None, None, store.unread_warning))
             warning_count += 1
         return cls(
             dict(sorted(info.items())),
-            tuple(map(parse_mode_change, data("mode", CHANGES_READ + of_ranks))),
-            tuple(map(parse_pause_change, data("pause", TEXTS_READ))),
+            tuple(
+                _from_record(ModeChange, record, devices=tuple(record.get("devices", ())))
+                for record in data("mode", CHANGES_READ + of_ranks)
+            ),
+            tuple(
+                _from_record(PauseChange, record, paused_ns=_ns(record, "paused_s"))
+                for record in data("pause", TEXTS_READ)
+            ),
             warnings,
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             parse_stalls(data("stall", TEXTS_READ)),
@@ -230,10 +234,11 @@ class RunEvents:
 def _from_record(row_class: Callable[..., _Row], data: Mapping[str, Any], **others: object) -> _Row:
     """Return an instance of a NamedTuple from the members of a record that have the names of its fields.
 
-    `others`: fields that differ in name or unit.
+    `others`: fields that differ in name or unit, but for `t_ns`.
     """
-    same = {name: data[name] for name in row_class._fields if name in data}  # type: ignore[attr-defined]
-    return row_class(**{**same, **others})
+    names = row_class._fields  # type: ignore[attr-defined]
+    times = {"t_ns": _ns(data, "t_s")} if "t_ns" in names else {}
+    return row_class(**{**{name: data[name] for name in names if name in data}, **times, **others})
 
 
 def _ns(data: Mapping[str, Any], key: str) -> int | None:
@@ -269,16 +274,6 @@ def parse_input_waits(
 def parse_loader_start(data: Mapping[str, Any]) -> LoaderStart:
     """Return the content of a `loader` record."""
     return _from_record(LoaderStart, data, start_ns=_ns(data, "t_s"), took_ns=_ns(data, "iter_s"))
-
-
-def parse_mode_change(data: Mapping[str, Any]) -> ModeChange:
-    """Return the content of a `mode` record."""
-    return _from_record(ModeChange, data, t_ns=_ns(data, "t_s"), devices=tuple(data.get("devices", ())))
-
-
-def parse_pause_change(data: Mapping[str, Any]) -> PauseChange:
-    """Return the content of a `pause` record."""
-    return _from_record(PauseChange, data, t_ns=_ns(data, "t_s"), paused_ns=_ns(data, "paused_s"))
 
 
 def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]:

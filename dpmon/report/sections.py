@@ -31,7 +31,7 @@ from dpmon.report.plots import build_plots
 from dpmon.report.report_data import ReportData
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
-from dpmon.store.step_stats import PhaseStats, StepStats
+from dpmon.store.step_stats import StepStats
 from dpmon.text.fact_table import FactTable
 from dpmon.text.formatting import (
     format_count,
@@ -173,14 +173,8 @@ def _phase_parts(run: RunAnalysis, stats: StepStats) -> list[Part]:
     """Return a table with a row per phase: its host time, and its device time if any is known; then notes."""
     steps = run.window.tally(stats.mode, stats.kind).steps
     notes = sentences.phase_notes(stats, run.layouts.calls(stats.mode, stats.kind) / max(steps, 1))
-    rows: list[tuple[str, PhaseStats]] = []
-    for phase in stats.ran_phases:
-        if phase.name not in CALL_PHASES:
-            rows.append((phase.name, phase))
-        if phase.name == "forward":
-            rows += [(f"  {part.name}", part) for part in stats.ran_phases if part.name in CALL_PHASES]
-    labels = [label for label, _ in rows]
-    return [*_table(tables.PHASES, [phase for _, phase in rows], labels), *_paragraphs(notes, is_note=True)]
+    labels = ["  " * (phase.name in CALL_PHASES) + phase.name for phase in stats.ran_phases]
+    return [*_table(tables.PHASES, stats.ran_phases, labels), *_paragraphs(notes, is_note=True)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks

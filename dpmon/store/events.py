@@ -86,6 +86,8 @@ class DeviceSample(NamedTuple):
     uuid: str | None = None
     ordinals: str | None = None
     gpu_absent: str | None = None
+    node: int | None = None
+    """The node of several; None on one machine."""
 
     @property
     def use_pct(self) -> float | None:

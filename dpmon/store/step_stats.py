@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 SAME_RATE = 0.03
 """If the two rates of a `Rate` differ by at most this share, only the first one is shown."""
+_AFTER_FORWARD = STEP_PHASES.index("forward") + 1
+_OUTER_FIRST = (*STEP_PHASES[:_AFTER_FORWARD], *CALL_PHASES, *STEP_PHASES[_AFTER_FORWARD:])
 Counted = tuple[tuple[Quantity, SeriesStats], ...]
 """Quantities with their sums over the steps with a known value."""
 
@@ -138,9 +140,9 @@ class StepStats:
 
     @property
     def ran_phases(self) -> tuple[PhaseStats, ...]:
-        """The phases that ran, those of calls last, without REST."""
+        """The phases that ran, those of calls after the forward that they are part of, without REST."""
         ran = {phase.name: phase for phase in self.phases if phase.ran}
-        return tuple(ran[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in ran)
+        return tuple(ran[name] for name in _OUTER_FIRST if name in ran)
 
     def phase_share(self, *names: str) -> float:
         """Return the share of all step time (0 to 1) that these phases took together."""

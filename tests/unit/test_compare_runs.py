@@ -428,7 +428,8 @@ def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state
 def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> None:
     run = read_compared_run(a_run(1))
     assert run.values["cpu_step"] == pytest.approx(1.8 * 0.05 * SECOND, rel=0.05), "20 steps/s on 1.8 processors"
-    assert "cpu_step" not in read_compared_run(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
+    for node in (0, 1):
+        assert "cpu_step" not in read_compared_run(a_run(1, busy={"node": node})).values, "they run on others, too"
     assert "cpu_step" not in read_compared_run(a_run(1, steps=30)).values, "no whole second"
     before, after = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
     assert compared(before, after, ("cpu_step", 0.05)).outcome.startswith("slower (CPU time, limit")

@@ -195,15 +195,16 @@ class LiveRun:
 
         self._read_start = time.perf_counter(), time.thread_time()
         if self._store is None or self.cursor.frozen_ns is None:
-            self._history.close()
-            self._store = None
+            history = ExitStack()
             try:
-                with suppress(RunError):
-                    self._store = self._history.enter_context(self._open_records())
+                self._store = history.enter_context(self._open_records())
+            except RunError:
+                return None
             except HistoryError as error:
                 self._warn(error)
-        if self._store is None:
-            return None
+                return None
+            self._history.close()
+            self._history = history
         return RunAnalysis(self._store.as_of(time_ns), selection, ended, self._caches)
 
     def note_unreadable(self, error: HistoryError) -> None:

@@ -294,21 +294,20 @@ class ListedRun(NamedTuple):
 
 def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     from dpmon.errors import HistoryError
-    from dpmon.report.health import health_from_store
+    from dpmon.report.health import read_health
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
     state, exit_info = run_state(directory, run_info)
-    is_live_run, health, unreadable = state == "running", None, None
+    is_live_run, unreadable = state == "running", None
     members: dict[str, Any] = dict.fromkeys(ListedRun._fields)
     try:
         with open_store(directory) as store:
             members |= _query_members(store)
             print_unread_warning(run_info, store)
-            health = health_from_store(directory, store) if is_live_run else None
     except (HistoryError, RunError) as error:
         unreadable = str(error).removeprefix(f"{directory.name}: ")
     if is_live_run:
-        health = health or health_from_store(directory, None)
+        health = read_health(directory)
         state, members["standing"] = health.state, health.reason
     elif state == "finished":
         members["standing"] = None  # the stall ended

@@ -60,6 +60,7 @@ def open_report_data(directory: Path) -> Iterator[ReportData]:
     failure = None
     if exit_info is not None and exit_info.status and exit_info.signal is None and not exit_info.stopped:
         failure = find_first_failure(directory, run_info, exit_info.status)
+    exception = None if failure is None else failure.exception
     with open_store(directory) as store:
         run = analyze_run(
             store,
@@ -67,7 +68,7 @@ def open_report_data(directory: Path) -> Iterator[ReportData]:
             exit_info,
             stop_requested_ns=None if stop_requested is None else int((stop_requested - run_info.started_unix) * 1e9),
             death=None if failure is None or failure.rank_exit is None else failure.rank_exit.text,
-            raised=None if failure is None or failure.exception is None else failure.exception.sentence(run_info.cwd),
+            raised=None if exception is None else exception.sentence(run_info.cwd),
         )
         warnings, untraced_reason = list(dict.fromkeys(warning.text for warning in run.announced.warnings)), None
         if not run.steps and not run.calls:
@@ -76,9 +77,7 @@ def open_report_data(directory: Path) -> Iterator[ReportData]:
                 untraced_reason = f"the command {'has not started yet' if exit_info is None else 'was not started'}"
         reader = RunReader(directory)
         output_tail = read_output_tail(reader) if exit_info is not None and exit_info.status else b""
-        last_lines = _last_output_lines(
-            output_tail, None if failure is None else failure.exception, reader.info.command_pid
-        )
+        last_lines = _last_output_lines(output_tail, exception, reader.info.command_pid)
         yield ReportData(
             str(directory),
             run_info,

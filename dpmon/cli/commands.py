@@ -297,19 +297,17 @@ class ListedRun(NamedTuple):
 
 def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     from dpmon.errors import HistoryError
-    from dpmon.report.health import health_from_store
+    from dpmon.report.health import read_health
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
     members: dict[str, Any] = dict.fromkeys(ListedRun._fields)
-    health = unreadable = None
+    health, unreadable = read_health(directory), None
     try:
         with open_store(directory) as store:
             print_unread_warning(run_info, store)
-            health = health_from_store(directory, store)
             members |= _query_members(store, health)
     except (HistoryError, RunError) as error:
         unreadable = str(error).removeprefix(f"{directory.name}: ")
-    health = health or health_from_store(directory, None)
     exit_info = health.exit_info
     if health.end is None:
         members["standing"] = health.reason

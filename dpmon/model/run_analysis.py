@@ -178,8 +178,8 @@ class RunAnalysis(LazyFacts):
             self._read_from(store)
         self.events = RunEvents() if store is None else self._read_events()
         """The newest events of each kind."""
-        self.mode_changes, self.mode_change_count = self.events.changes, self.events.change_count
-        """The newest changes, oldest first, and the number of all; pauses, warnings and stalls likewise."""
+        self.mode_changes = self.events.changes
+        """The newest changes, oldest first; pauses, warnings and stalls likewise."""
         self.warnings, self.warning_count = self.events.warnings, self.events.warning_count
         self.pauses, self.stalls = self.events.pauses, self.events.stalls
 
@@ -203,11 +203,6 @@ class RunAnalysis(LazyFacts):
     def over(self) -> bool:
         """Whether the run has ended."""
         return self.selection.over
-
-    @property
-    def chosen(self) -> int | None:
-        """The process that the user has chosen to see."""
-        return self.selection.process
 
     def read_at_most_every(self, seconds: int, question: Hashable, read: Callable[[], _Fact]) -> _Fact:
         """Return what `read` returns now, or has returned up to `seconds` ago; as of an earlier time, always read."""
@@ -613,8 +608,9 @@ class RunAnalysis(LazyFacts):
 
     @cached_property
     def window(self) -> StatsWindow:
-        """The steps of the whole run."""
-        window = StatsWindow(self.store)
+        """The steps of all processes, from the start of the run."""
+        until_s = self.store.until_s
+        window = StatsWindow(self.store) if until_s is None else StatsWindow(self.store, 0, until_s)
         window.ranks = self._ranks
         return window
 

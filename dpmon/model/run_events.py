@@ -99,7 +99,7 @@ class LoaderStart(NamedTuple):
 
 
 class ActiveMode(NamedTuple):
-    """The mode of a process, its devices and the reason; the fields are named as in model.run_snapshot.Process."""
+    """The mode of a process, its devices and the reason; the fields are named as in model.run_process.Process."""
 
     mode: str
     devices: tuple[str, ...] = ()
@@ -121,9 +121,8 @@ class RunEvents:
     stalls: tuple[RecordedStall, ...] = ()
     inputs: tuple[tuple[int | None, int, int], ...] = ()
     """Waits for a line of input: process (None: one that does not train), start, end."""
-    change_count: int = 0
-    """Number of all changes of mode; `warning_count`: number of all warnings."""
     warning_count: int = 0
+    """Number of all warnings."""
 
     @classmethod
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
@@ -154,7 +153,6 @@ class RunEvents:
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
-            count_events(store, "mode"),
             warning_count,
         )
 

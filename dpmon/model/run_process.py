@@ -336,10 +336,7 @@ class Process(LazyFacts):
         """The rate in all modes, once the run has ended; of all processes together if it is one of several ranks."""
         if not self._is_measured or not self._run.over:
             return None
-        store = self._run.store
-        if self.rank is None:
-            return self._whole_run.rate()
-        return (StatsWindow(store) if store.until_s is None else StatsWindow(store, 0, store.until_s)).rate()
+        return (self._whole_run if self.rank is None else self._run.window).rate()
 
     @cached_property
     def compared(self) -> Comparison | None:

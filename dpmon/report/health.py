@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
@@ -38,9 +38,6 @@ from dpmon.stalls.run_state import (
 )
 from dpmon.store.store_opening import open_store
 from dpmon.text.formatting import format_calls_so_far, format_count, format_long_duration
-
-if TYPE_CHECKING:
-    from dpmon.store.store_queries import Store
 
 _Result = TypeVar("_Result")
 FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
@@ -115,15 +112,6 @@ def read_health(directory: Path) -> Health:
         if reader.exit_info() is not None:  # the history cannot change the result
             return assess_health(reader, RunAnalysis())
         return read_run(reader, partial(assess_health, reader))
-
-
-def health_from_store(directory: Path, store: Store | None) -> Health:
-    """Return the health of the run in `directory` now. `store`: its history; None if it cannot be read."""
-    with closing(RunReader(directory)) as reader:
-        run = RunAnalysis()
-        if store is not None and reader.exit_info() is None:  # else the history cannot change the result
-            run = RunAnalysis(store, ended=ended_processes(reader.activities()))
-        return assess_health(reader, run)
 
 
 def assess_health(reader: RunReader, run: RunAnalysis) -> Health:

@@ -99,10 +99,7 @@ def analyze_run(
     raised: str | None = None,
     selection: Selection = EVERYTHING,
 ) -> RunAnalysis:
-    """Return the analysis of the run in `directory`. `exit_info`: how it ended; None while it runs, or if unknown.
-
-    `selection`: for its state.
-    """
+    """Return the analysis of the run in `directory`. `exit_info`: how it ended; None while it runs, or if unknown."""
     with closing(RunReader(directory)) as reader:
         ended = ended_processes(reader.activities())
     end_ns = None if exit_info is None or exit_info.by != "supervisor" else int(exit_info.seconds * 1e9)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dpmon.run.run_directory import ExitInfo, RunInfo
     from dpmon.store.store_queries import Store
 
-
 _Result = TypeVar("_Result")
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens the records written so far."""
@@ -40,7 +39,6 @@ _MIN_INTERVAL_OF_MANY_S = 1.5
 """The state of many processes is read at most once in this time."""
 _MAX_RECORD_DELAY_NS = 2 * SECOND
 """A step's records are usually written within this time after its end."""
-
 _MAX_CLOCK_DIFFERENCE_NS = SECOND
 """The clocks of the nodes of a run differ by at most this."""
 
@@ -195,20 +193,21 @@ class LiveRun:
 
         self._read_start = time.perf_counter(), time.thread_time()
         if self._store is None or self.cursor.frozen_ns is None:
-            self._history.close()
-            self._store = None
+            history = ExitStack()
             try:
-                with suppress(RunError):
-                    self._store = self._history.enter_context(self._open_records())
+                self._store = history.enter_context(self._open_records())
+            except RunError:
+                return None
             except HistoryError as error:
                 self._warn(error)
-        if self._store is None:
-            return None
+                return None
+            self._history.close()
+            self._history = history
         return RunAnalysis(self._store.as_of(time_ns), selection, ended, self._caches)
 
     def note_unreadable(self, error: HistoryError) -> None:
-        """Go back to the state of the last picture, and if that cannot be drawn either, to none; warn of the error."""
-        self.state, self._drawn_state = self._drawn_state, RunAnalysis()
+        """Go back to the state of the last picture, whose facts are known, and warn of the error."""
+        self.state = self._drawn_state
         self._warn(error)
 
     def _warn(self, error: HistoryError) -> None:
@@ -409,9 +408,7 @@ class LiveRun:
     def _read_state(self, reader: RunReader, selection: Selection) -> None:
         """Open the state at the time of the cursor, unless it was opened for this selection."""
         time_ns = self.cursor.time_ns
-        if (selection, time_ns) == (self._selection, self._state_ns):
-            return
-        if self._is_resting_playback(selection):
+        if (selection, time_ns) == (self._selection, self._state_ns) or self._is_resting_playback(selection):
             return
         self._selection, self._state_ns = selection, time_ns
         if time_ns is None:

@@ -53,8 +53,6 @@ from dpmon.ui.why_dialog import REQUEST_INTERVAL_S, WhyDialog
 
 _REPAINT_S = 60.0
 _MAX_LISTED_STEPS = 50
-_DRAWING_TRIES = 3
-"""If the history cannot be read, the last picture is drawn again, and if that fails, one without the history."""
 
 
 class Monitor(App[str]):
@@ -243,12 +241,12 @@ class Monitor(App[str]):
         width, height = self.size
         if not width or not height:
             return
-        for _ in range(_DRAWING_TRIES):
-            try:
+        try:
+            self._draw_panels(width, height)
+        except HistoryError as error:
+            self.live_run.note_unreadable(error)
+            with contextlib.suppress(HistoryError):  # then the last picture stays
                 self._draw_panels(width, height)
-                break
-            except HistoryError as error:
-                self.live_run.note_unreadable(error)
         self.live_run.finish_drawing()
 
     def _draw_panels(self, width: int, height: int) -> None:

@@ -7,7 +7,7 @@ as in the supervisor (bench_supervisor.py measures that as a whole, with its sam
 
 Reading: a run of a day at ten steps a second is made by the writer of tallies out of minutes that resemble each other;
 its last minutes are recorded by processes and a drain, second by second, and each second the state of the run is taken
-as the screen takes it (dpmon.model.snapshot_builder). "First" is the first picture after an attach, or of a playback.
+as the screen takes it (dpmon.model.run_analysis). "First" is the first picture after an attach, or of a playback.
 
 All times are processor time, of this process alone. The yardstick tells how fast the machine was meanwhile; figures are
 given as measured, and in brackets as on the reference, which the budgets are for.

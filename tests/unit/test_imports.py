@@ -138,14 +138,12 @@ def test_the_screen_loads_neither_torch_nor_pynvml_nor_the_tracer() -> None:
     assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.supervise.supervisor"))]
 
 
-def test_the_screen_draws_its_first_picture_before_it_loads_queries_and_the_facts_of_a_report() -> None:
+def test_the_screen_draws_its_first_picture_before_it_loads_queries_and_the_report() -> None:
     added = added_by("import dpmon.ui.monitor")
     assert "sqlite3" not in added
     later = (
         "dpmon.assemble",
         "dpmon.store.store_queries",
-        "dpmon.model.snapshot_builder",
-        "dpmon.model.run_analysis",
         "dpmon.report.report_data",
         "dpmon.report.sections",
     )

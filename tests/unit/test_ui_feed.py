@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from dpmon.errors import HistoryError
 from dpmon.model.run_analysis import MAX_FULLY_READ, RunAnalysis
 from dpmon.run.run_directory import ExitInfo
+from dpmon.store.database import HISTORY_FILE, HistoryConnection
 from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels.panel_output import OutputView
@@ -22,6 +24,7 @@ from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.time_axis import shift_by_parts
 from dpmon.ui.time_cursor import TimeCursor
+from support.history_builders import Recording
 from support.record_builders import SECOND, Training
 from support.screen_harness import FakeReader
 from support.screen_states import STYLE, paint_screen
@@ -72,6 +75,29 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
     assert feed.state.processes is before.processes
     assert [warning.text for warning in feed.state.warnings] == ["damaged"]
     assert before.newest_ns > 0
+
+
+def test_between_two_pictures_no_read_keeps_the_supervisor_from_resetting_its_journal(tmp_path: Path) -> None:
+    reader, training = FakeReader(tmp_path), Training()
+    reader.recording = Recording(reader.info.start_ns, tmp_path)
+    reader.recording.add([*training.begin(), *training.run(40)])
+
+    @contextmanager
+    def opened() -> Iterator[Store]:
+        with closing(sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)) as db:
+            db.execute("BEGIN")
+            yield Store(HistoryConnection(db))
+
+    feed = LiveRun(tmp_path, reader.as_reader, open_store=opened)
+    feed.start()
+    feed.refresh()
+    assert "4 dp" in drawn(feed, 120, 40)
+    feed.finish_drawing()
+    reader.recording.add(training.run(40))
+    assert reader.recording._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
+    assert "4 dp" in drawn(feed, 200, 60), "other facts of the same picture can still be queried"
+    feed.close()
+    reader.recording.close()
 
 
 # ------------------------------------------------------------------------------------------------ a late attach

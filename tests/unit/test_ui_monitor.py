@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from textual.events import MouseScrollUp
 
+from dpmon.errors import HistoryError
 from dpmon.model.findings.finding import Finding
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, TextPages
@@ -51,7 +52,7 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
         assert on.reader.asked == ["single"]
         await on.shows("single pending")
         on.reader.new = [*on.training.switch("single"), *on.training.run(20)]
-        await on.until(lambda: on.app.live_run.state.mode_change_count == 2, "the mode event")
+        await on.until(lambda: len(on.app.live_run.state.mode_changes) == 2, "the mode event")
         assert "single pending" in on.text(), "the event alone is no acknowledgement by every process"
         on.reader.unanswered = False
         await on.shows("single from step 201 on")
@@ -127,6 +128,19 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(
         assert on.reader.asked == []
         await on.press("q")
         await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
+
+
+async def test_a_history_that_cannot_be_read_while_drawing_leaves_the_last_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: Any) -> None:
+        raise HistoryError("disk I/O error")
+
+    async with open_screen(tmp_path) as on:
+        await on.shows("last 2 min")
+        monkeypatch.setattr("dpmon.model.run_process.read_columns", damaged)
+        await on.shows("disk I/O error")
+        assert "last 2 min" in on.text()
 
 
 async def test_after_the_end_it_shows_what_happened_in_the_whole_run(

@@ -16,8 +16,10 @@ from dpmon.store.tally import Tally
 
 @dataclass(frozen=True)
 class ModeStats(StepStats):
-    """The steps of one process in one mode. `phases`: those that ran, with those of calls last; `rate`: of all."""
+    """The steps of one process in one mode; `rate` is that of all."""
 
+    phases: tuple[PhaseStats, ...] = ()
+    """The phases that ran, with those of calls last."""
     virtual: bool = False
     distributed: str | None = None
     """How ranks called one model together in these steps (a key of RANK_MODES); None if they did not."""

@@ -31,7 +31,7 @@ def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **s
     )
     rate = Rate(1000.0, None, 1000.0, None)
     times = median_ms * MS, median_ms * 1.3 * MS, median_ms * MS
-    return ModeStats(name, False, steps, 0, *times, rate, phases, Tally())
+    return ModeStats(name, False, steps, 0, *times, rate, Tally(), phases)
 
 
 GOOD_MODE = mode_stats(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)

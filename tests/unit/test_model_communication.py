@@ -391,7 +391,7 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
 @pytest.mark.parametrize(("between_s", "kinds"), [(3, {"between"}), (1, {"in turn"})])
 def test_one_wait_has_one_saving(between_s: int, kinds: set[str]) -> None:
     """In 400 steps of 20 ms, ranks wait 2 s, of which some or all are for checkpoints of rank 0 between its steps."""
-    mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (), Tally())
+    mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, Tally())
     each = {0: {"training": 20 * SECOND, "between": between_s * SECOND}, 1: {"training": 20 * SECOND}}
     run = run_analysis_with(
         modes=(mode,),

@@ -55,7 +55,7 @@ def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int
         for name, count in (("forward", 100), ("backward", known))
     )
     assert timed_steps_note(phases) == said
-    mode = ModeStats("dp", False, 100, 0, MS, MS, None, None, phases, Tally())
+    mode = ModeStats("dp", False, 100, 0, MS, MS, None, None, Tally(), phases)
     assert phase_notes(mode, 1.0) == said
 
 
@@ -63,6 +63,6 @@ def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int
 def test_a_note_says_which_rows_are_samples_if_a_step_has_several_calls(calls_per_step: float, is_noted: bool) -> None:
     """A GAN has four calls a step. The calls of a rollout are of another kind, so they do not count."""
     mode = ModeStats(
-        "dp", False, 100, 6400, MS, MS, None, None, (phase("data", 1, 0.1), phase("backward", 1, 0.5)), Tally()
+        "dp", False, 100, 6400, MS, MS, None, None, Tally(), (phase("data", 1, 0.1), phase("backward", 1, 0.5))
     )
     assert any("largest call" in note for note in phase_notes(mode, calls_per_step)) == is_noted

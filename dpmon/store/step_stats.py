@@ -112,7 +112,6 @@ class StepStats:
     p95_ns: float | None
     mean_ns: float | None
     rate: Rate | None
-    phases: tuple[PhaseStats, ...]
     tally: Tally
     """The tally that the statistics were computed from."""
     process: int = 0
@@ -147,6 +146,13 @@ class StepStats:
     def phase_share(self, *names: str) -> float:
         """Return the share of all step time (0 to 1) that these phases took together."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
+
+    @cached_property
+    def phases(self) -> tuple[PhaseStats, ...]:
+        """All phases, and REST after the forward; computed only when they are needed."""
+        names = [phase.name for phase in PHASES]
+        names.insert(names.index("forward") + 1, REST)
+        return tuple(compute_phase_stats(name, self.tally) for name in names)
 
     @property
     def disjoint_phases(self) -> tuple[PhaseStats, ...]:
@@ -206,9 +212,6 @@ def split_tallies_by_process(tallies: Mapping[TallyKey, Tally]) -> dict[int, dic
 
 def compute_step_stats(mode: str, *, tally: Tally, rate: Rate | None, kind: int = TRAINING) -> StepStats:
     """Compute the statistics of the steps of a mode and kind from their tally and rate."""
-    step = tally.stat(STEP)
-    names = [phase.name for phase in PHASES]
-    names.insert(names.index("forward") + 1, REST)
     return StepStats(
         mode,
         kind,
@@ -216,15 +219,16 @@ def compute_step_stats(mode: str, *, tally: Tally, rate: Rate | None, kind: int 
         tally.calls,
         tally.median(STEP),
         tally.quantile(STEP, 0.95),
-        step.mean,
+        tally.stat(STEP).mean,
         rate,
-        tuple(_phase(name, tally, step.total) for name in names),
         tally,
     )
 
 
-def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
+def compute_phase_stats(name: str, tally: Tally) -> PhaseStats:
+    """Compute the statistics of one phase (a name in dpmon.record.schema, or REST) from a tally."""
     series_stats, device_stats = tally.stat(name), tally.stat(device_series(name))
+    step_total = tally.stat(STEP).total
     share = series_stats.total / step_total if series_stats.count and step_total else None
     mean_device_ns = device_stats.mean
     return PhaseStats(

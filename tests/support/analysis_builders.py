@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpmon.model.comparison_stats import Interval
@@ -22,6 +22,13 @@ MS = 1_000_000
 GIB = 1 << 30
 
 
+@dataclass(frozen=True)
+class StatsOfPhases(StepStats):
+    """Statistics of steps with phases that no tally has."""
+
+    phases: tuple[PhaseStats, ...] = ()
+
+
 def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> StepStats:
     """Return a mode with these shares of phases."""
     phases = tuple(
@@ -30,7 +37,7 @@ def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **s
     )
     rate = Rate(1000.0, None, 1000.0, None)
     times = median_ms * MS, median_ms * 1.3 * MS, median_ms * MS
-    return StepStats(name, False, steps, 0, *times, rate, phases, Tally())
+    return StatsOfPhases(name, False, steps, 0, *times, rate, Tally(), phases=phases)
 
 
 GOOD_MODE = mode_stats(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)

@@ -27,9 +27,9 @@ from dpmon.record.schema import EVALUATION, WARM_UP_STEPS
 from dpmon.report.report_json import communication_fields
 from dpmon.store.collectives import CollectiveSums
 from dpmon.store.gaps import Gap
-from dpmon.store.step_stats import StepStats
 from dpmon.store.steps import read_steps
 from dpmon.store.tally import Tally
+from support.analysis_builders import StatsOfPhases
 from support.history_builders import run_analysis_with
 from support.rank_builders import MS, communication_of, ddp_event, ddp_wrapper, rank_times, record_ddp_ranks
 from support.record_builders import SECOND
@@ -391,7 +391,7 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
 @pytest.mark.parametrize(("between_s", "kinds"), [(3, {"between"}), (1, {"in turn"})])
 def test_one_wait_has_one_saving(between_s: int, kinds: set[str]) -> None:
     """In 400 steps of 20 ms, ranks wait 2 s, of which some or all are for checkpoints of rank 0 between its steps."""
-    mode = StepStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (), Tally())
+    mode = StatsOfPhases("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, Tally())
     each = {0: {"training": 20 * SECOND, "between": between_s * SECOND}, 1: {"training": 20 * SECOND}}
     run = run_analysis_with(
         modes=(mode,),

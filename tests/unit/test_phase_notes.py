@@ -6,7 +6,7 @@ import pytest
 
 from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.report.sentences import phase_notes
-from dpmon.store.step_stats import PhaseStats, StepStats
+from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
 
 MS = 1e6
@@ -54,14 +54,13 @@ def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int
         for name, count in (("forward", 100), ("backward", known))
     )
     assert timed_steps_note(phases) == said
-    mode = StepStats("dp", False, 100, 0, MS, MS, None, None, phases, Tally())
+    mode = StatsOfPhases("dp", False, 100, 0, MS, MS, None, None, Tally(), phases=phases)
     assert phase_notes(mode, 1.0) == said
 
 
 @pytest.mark.parametrize(("calls_per_step", "is_noted"), [(1.0, False), (4.0, True)])
 def test_a_note_says_which_rows_are_samples_if_a_step_has_several_calls(calls_per_step: float, is_noted: bool) -> None:
     """A GAN has four calls a step. The calls of a rollout are of another kind, so they do not count."""
-    mode = StepStats(
-        "dp", False, 100, 6400, MS, MS, None, None, (phase("data", 1, 0.1), phase("backward", 1, 0.5)), Tally()
-    )
+    phases = phase("data", 1, 0.1), phase("backward", 1, 0.5)
+    mode = StatsOfPhases("dp", False, 100, 6400, MS, MS, None, None, Tally(), phases=phases)
     assert any("largest call" in note for note in phase_notes(mode, calls_per_step)) == is_noted

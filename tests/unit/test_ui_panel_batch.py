@@ -13,6 +13,7 @@ from dpmon.model.run_process import PHASES
 from dpmon.model.step_history import Column
 from dpmon.record.history_rows import Row
 from dpmon.record.shared_names import Untimed
+from dpmon.store.tally import Tally
 from dpmon.ui.chart import BLOCKS, stacked_columns
 from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing_phase_notes
@@ -97,8 +98,7 @@ def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
     assert process is not None
     numbers = panel_batch.shown_stats(facts)
     assert missing_phase_notes(process, numbers) == []
-    without = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.phases]
-    none = replace(numbers, phases=tuple(without))
+    none = replace(numbers, tally=Tally())
 
     def said(**changes: Any) -> str:
         return " | ".join(missing_phase_notes(shown_process(with_call(facts, **changes)), none))

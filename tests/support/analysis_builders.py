@@ -29,7 +29,7 @@ class StatsOfPhases(StepStats):
     phases: tuple[PhaseStats, ...] = ()
 
 
-def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> StepStats:
+def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> StatsOfPhases:
     """Return a mode with these shares of phases."""
     phases = tuple(
         PhaseStats(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)

@@ -8,6 +8,7 @@ from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.report.sentences import phase_notes
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
+from support.analysis_builders import StatsOfPhases
 
 MS = 1e6
 

@@ -302,7 +302,7 @@ def quiet(seconds: float) -> None:
     """Bytes when nothing changes."""
     with screen(1.0) as (run, shown):
         run.end()
-        shown.until(b"finished status")
+        shown.until("● finished".encode())
         shown.pump(2)
         written = len(shown.seen)
         shown.pump(seconds)

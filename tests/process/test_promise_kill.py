@@ -181,7 +181,7 @@ def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
     again = rate()
     (dpmon.cwd / "go").touch()
     assert dpmon.exit()["status"] == 0
-    terminal.shows("finished status")
+    terminal.shows("● finished")
     records = dpmon.records()
     seen = len([r for r in records if r["kind"] == "step"])
     dropped = next(r for r in records if r["kind"] == "dropped")

@@ -52,7 +52,7 @@ def test_from_the_first_second_to_the_end(run: TerminalRun, terminal: StartTermi
         seen.shows(word)
     run.log.write(b"Traceback (most recent call last):\n  x\nRuntimeError: it broke\n")
     run.end(1)
-    seen.shows("✗ failed status 1")
+    seen.shows("✗ failed")
     seen.shows("RuntimeError: it broke")
     seen.type("q")
     assert seen.wait() == 0
@@ -207,7 +207,7 @@ def test_little_is_written_and_nothing_when_nothing_changes(run: TerminalRun, te
     seen = terminal()
     seen.shows("linear.py")
     run.end(0)
-    seen.shows("finished status")
+    seen.shows("● finished")
     written, since = len(seen.raw), time.monotonic()
 
     def quiet() -> bool:

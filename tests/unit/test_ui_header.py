@@ -127,7 +127,7 @@ def test_a_look_back_at_a_run_that_is_over_offers_no_stop_and_counts_no_time() -
 async def test_after_the_end_the_keys_look_back_and_say_what_was_not_there(tmp_path: Path) -> None:
     async with open_screen(tmp_path, steps=2000) as on:
         on.end()
-        await on.shows("finished status")
+        await on.shows("● finished")
         await on.press("w")
         await on.shows("no stall was recorded in this run")
         await on.press("less_than_sign")

@@ -292,7 +292,7 @@ async def test_a_sample_is_requested_of_a_training_process(tmp_path: Path) -> No
         await on.app.run_action("sample")
         await on.shows("the collectives of one of the next steps will be recorded")
         on.end(0)
-        await on.shows("finished status")
+        await on.shows("● finished")
         await on.until(
             lambda: "will be recorded" not in on.text(), "the reply to go: nothing will be recorded any more"
         )

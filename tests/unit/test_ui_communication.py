@@ -65,7 +65,7 @@ def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
 def test_no_rank_is_named_if_all_are_equal() -> None:
     facts = facts_of(4)
     said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
-    assert said[-1] == "no straggler (last 115 steps)"
+    assert "no straggler (last 115 steps)" in said
     assert not any("▸" in line for line in said)
     assert "others wait" not in plain_text(render_panel(facts, 120, 2, STYLE)[1])
 

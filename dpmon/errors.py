@@ -8,8 +8,7 @@
     ├── HostError        an invalid list of hosts                         dpmon.mirror.remote_hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring
     ├── HistoryError     a history that cannot be read or written
-    ├── ExportError      data that cannot be exported                     dpmon.export
-    └── JobError         a job of the screen that failed                 dpmon.ui.background_jobs
+    └── ExportError      data that cannot be exported                     dpmon.export
 
 Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:
 dpmon.gpu.nvml.NvmlCallError, a failed NVML call, and dpmon.tracer.calls.replicas.ResultsWouldChange, which ends an

@@ -42,10 +42,10 @@ def encode_changes(before: Sequence[Row], after: Sequence[Row], codes: Callable[
     for y, (old, new) in enumerate(zip(before, after, strict=True)):
         if old == new:
             continue
-        pairs = enumerate(zip(old, new, strict=False))
-        shared = next((index for index, (old_span, new_span) in pairs if old_span != new_span), 0)
-        first_column, new_cells = row_width(new[:shared]), row_cells(new[shared:])
-        for start, end in _changed_runs(row_cells(old[shared:]), new_cells):
+        first = _count_shared(old, new)
+        last = min(_count_shared(old[::-1], new[::-1]), len(old) - first, len(new) - first)
+        first_column, new_cells = row_width(new[:first]), row_cells(new[first : len(new) - last])
+        for start, end in _changed_runs(row_cells(old[first : len(old) - last]), new_cells):
             x = first_column + start
             pieces.append(f"\x1b[{x - cursor_x}C" if y == cursor_y else f"\x1b[{y + 1};{x + 1}H")
             changed = merge_spans(new_cells[start:end])
@@ -62,6 +62,12 @@ def encode_changes(before: Sequence[Row], after: Sequence[Row], codes: Callable[
 @lru_cache(maxsize=1024)
 def _switch_style(before: StyleCodes, after: StyleCodes) -> str:
     return f"\x1b[{';'.join(new for old, new in zip(before, after, strict=True) if new != old)}m"
+
+
+def _count_shared(old: Row, new: Row) -> int:
+    """Return the number of equal spans at the start of two different rows."""
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((index for index, (old_span, new_span) in pairs if old_span != new_span), 0)
 
 
 def _changed_runs(old: Row, new: Row) -> Iterator[tuple[int, int]]:

@@ -10,10 +10,10 @@ from dpmon.model.device_usage import DeviceHistory
 from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import align_right, span_width, wrap_text
+from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_bytes_of_total, format_count, format_short_elapsed
 from dpmon.ui.chart import filled_area
-from dpmon.ui.styled_rows import Row, fit_row, row_width
+from dpmon.ui.styled_rows import Row, add_scale, fit_row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import TimeAxis, resample
 
@@ -105,10 +105,7 @@ def detail_rows(index: int, track: DeviceHistory, width: int) -> list[Row]:
     """Return the heading of one GPU, then every value that is known about it."""
     data = track.data
     rows = [_heading(index, data, width), *_topic_rows(data, width), *_process_rows(data, width)]
-    reasons = missing_value_reasons([data])
-    if reasons:
-        rows += [[("   ", ""), (line, "dim")] for line in wrap_text(reasons, width - 3, 4)]
-    return rows
+    return rows + wrap_to_rows(missing_value_reasons([data]), width, max_rows=4, label=[("   ", "")])
 
 
 def _heading(index: int, data: GpuData, width: int) -> Row:
@@ -166,15 +163,13 @@ def _side_by_side_charts(
             max_value or 1.0,
             braille=not style.is_ascii,
         )
-        scales = [format_rounded(max_value, unit), *[""] * (height - 4), "0"]
         start, now = (format_short_elapsed(second_of_axis * SECOND) for second_of_axis in (axis.start_s, axis.now_s))
         ends = f"now {now}" if len(start) + len(now) + 6 <= graph_width else now
-        rows[0] += fit_row([(" " * _GUTTER_CELLS, ""), (heading, "bold")], chart_width)
-        for row, scale, line in zip(rows[1:-1], scales, lines, strict=True):
-            row += fit_row([(align_right(scale, _GUTTER_CELLS - 1) + " ", "dim"), (line, "bar")], chart_width)
-        rows[-1] += fit_row(
-            [(" " * _GUTTER_CELLS, ""), (start + ends.rjust(graph_width - len(start)), "dim")], chart_width
-        )
+        gutter = (" " * _GUTTER_CELLS, "")
+        plot = add_scale([[(line, "bar")] for line in lines], format_rounded(max_value, unit), "0", _GUTTER_CELLS)
+        axis_row: Row = [gutter, (start + ends.rjust(graph_width - len(start)), "dim")]
+        for row, chart_row in zip(rows, [[gutter, (heading, "bold")], *plot, axis_row], strict=True):
+            row += fit_row(chart_row, chart_width)
     return rows
 
 

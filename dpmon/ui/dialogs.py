@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 
 from dpmon.sanitize import sanitize_line, strip_control_chars
 from dpmon.text.cells import span_width, truncate
-from dpmon.ui.keys import PaletteCommand
+from dpmon.ui.keys import KeyCommand
 from dpmon.ui.panel_view import PanelView
 from dpmon.ui.styled_rows import Row, draw_frame, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
@@ -276,19 +276,19 @@ class CommandPalette(LineInput):
     keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
     corner = "enter does it"
 
-    def __init__(self, list_commands: Callable[[], Sequence[PaletteCommand]], style: TerminalStyle) -> None:
+    def __init__(self, list_commands: Callable[[], Sequence[KeyCommand]], style: TerminalStyle) -> None:
         """Show what `list_commands` returns: the commands that can run now."""
         super().__init__("Commands", "", style)
         self.list_commands = list_commands
         self.command_count = len(list_commands())
         """Number of commands without a filter."""
         self.preferred_width = max(span_width(command.description) for command in list_commands()) + 10
-        self.shown_commands: list[PaletteCommand] = []
+        self.shown_commands: list[KeyCommand] = []
         """The drawn commands; the possible ones may have changed since then."""
         self.chosen_index = 0
         self.pinned_rows = 1
 
-    def matching_commands(self) -> list[PaletteCommand]:
+    def matching_commands(self) -> list[KeyCommand]:
         """Return the commands that contain every typed word; the command whose key was typed comes first."""
         words = self.typed_text.lower().split()
         matching = []
@@ -308,9 +308,10 @@ class CommandPalette(LineInput):
         visible_count = max(height - 1, 1)
         self.first_row = max(self.chosen_index - visible_count + 1, 0)
         rows: list[Row] = [self.input_row(width)]
-        for index, (key, text, _) in enumerate(commands):
-            mark, style = ("▸", "bold") if index == self.chosen_index else (" ", "")
-            rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
+        for index, command in enumerate(commands):
+            mark, style = ("▸ ", "bold") if index == self.chosen_index else ("  ", "")
+            text = truncate(command.description, width - 8)
+            rows.append([(mark, "key"), (command.key.ljust(6), "key"), (text, style)])
         if not commands:
             rows.append([("  no command matches now", "dim")])
         return [*rows, *[[]] * (min(self.command_count, visible_count) + 1 - len(rows))]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dpmon.record.schema import PHASES
-from dpmon.text.cells import truncate, wrap_text
+from dpmon.text.cells import truncate
 from dpmon.ui.keys import COMMANDS, PLAYBACK_COMMANDS
 from dpmon.ui.screen_data import NAMES, RANK_NAMES
-from dpmon.ui.styled_rows import Row
+from dpmon.ui.styled_rows import Row, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
 _PANELS = (
@@ -59,9 +59,8 @@ _MOVES = (
 def _entries(entries: list[tuple[str, str, str]], label_cells: int, width: int) -> list[Row]:
     rows: list[Row] = []
     for word, style, text in entries:
-        for index, line in enumerate(wrap_text(text, max(width - label_cells, 10))):
-            heading = truncate(word, label_cells - 1).ljust(label_cells) if index == 0 else " " * label_cells
-            rows.append([(heading, style), (line, "")])
+        heading = truncate(word, label_cells - 1).ljust(label_cells)
+        rows += wrap_to_rows(text, width, "", label=[(heading, style)])
     return rows
 
 

@@ -46,6 +46,9 @@ def _always_shown(word: str) -> Callable[[ScreenData], str | None]:
     return lambda screen: word
 
 
+_NOT_IN_FOOTER = _always_shown("")
+
+
 def _shown_when(is_available: Callable[[ScreenData], bool], word: str) -> Callable[[ScreenData], str | None]:
     return lambda screen: word if is_available(screen) else None
 
@@ -243,12 +246,12 @@ def _look_back_in_palette(screen: ScreenData) -> str | None:
 
 
 PALETTE_COMMANDS: tuple[KeyCommand, ...] = (
-    KeyCommand("[", "range(-1)", _always_shown(""), "a shorter time range", "left_square_bracket"),
-    KeyCommand("]", "range(1)", _always_shown(""), "a longer time range", "right_square_bracket"),
+    KeyCommand("[", "range(-1)", _NOT_IN_FOOTER, "a shorter time range", "left_square_bracket"),
+    KeyCommand("]", "range(1)", _NOT_IN_FOOTER, "a longer time range", "right_square_bracket"),
     KeyCommand("<", "time(-1)", _look_back_in_palette, "look back in time", "less_than_sign"),
     KeyCommand(">", "time(1)", _look_back_in_palette, "forward in time, up to now", "greater_than_sign"),
-    KeyCommand("", "refresh(-1)", _always_shown(""), "a shorter refresh interval"),
-    KeyCommand("", "refresh(1)", _always_shown(""), "a longer refresh interval"),
+    KeyCommand("", "refresh(-1)", _NOT_IN_FOOTER, "a shorter refresh interval"),
+    KeyCommand("", "refresh(1)", _NOT_IN_FOOTER, "a longer refresh interval"),
     _playback_command("", "change_speed(1)", "play faster, up to 100 times"),
     _playback_command("", "change_speed(-1)", "play slower, down to 0.1 times"),
     KeyCommand("", "warnings", _shown_when(lambda s: bool(s.state.warnings), ""), "show the newest warnings"),
@@ -292,24 +295,15 @@ PLAYBACK_ACTIONS = ACTIONS | {command.textual_names or command.key: command.acti
 """The action of each key in a playback."""
 
 
-class PaletteCommand(NamedTuple):
-    """A command of the palette."""
-
-    key: str
-    description: str
-    action: str
-
-
-def available_commands(screen: ScreenData) -> list[PaletteCommand]:
+def available_commands(screen: ScreenData) -> list[KeyCommand]:
     """Return every command that works now, for the palette."""
-    commands: list[PaletteCommand] = []
-    for command in (*PLAYBACK_COMMANDS, *COMMANDS, *PALETTE_COMMANDS):
-        if command.action not in ("", "palette") and command.is_available(screen):
-            is_close = command.footer_word(screen) == "close"
-            description = "close this screen" if is_close else command.description
-            commands.append(PaletteCommand(command.key, description, command.action))
+    commands = [
+        command._replace(description="close this screen") if command.footer_word(screen) == "close" else command
+        for command in (*PLAYBACK_COMMANDS, *COMMANDS, *PALETTE_COMMANDS)
+        if command.action not in ("", "palette") and command.is_available(screen)
+    ]
     for key, action, name in _PANEL_KEYS:
-        commands.append(PaletteCommand(key, f"go to panel {panel_name(screen, name)}", action))
+        commands.append(KeyCommand(key, action, _NOT_IN_FOOTER, f"go to panel {panel_name(screen, name)}"))
     return commands
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,9 +26,8 @@ from dpmon.record.schema import SECOND
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_report import parse_report
-from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_elapsed, format_range_length, format_time_range
-from dpmon.ui import background_jobs, keys
+from dpmon.ui import keys
 from dpmon.ui.dialogs import CommandPalette, Dialog, LineInput, TextPages, key_name
 from dpmon.ui.footer import key_at, position_at
 from dpmon.ui.help_text import help_rows
@@ -44,7 +44,7 @@ from dpmon.ui.screen_painter import (
     panel_slots,
 )
 from dpmon.ui.step_list import StepList
-from dpmon.ui.styled_rows import Row, crop_row, plain_text
+from dpmon.ui.styled_rows import Row, crop_row, plain_text, wrap_to_rows
 from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import shift_by_parts
@@ -386,8 +386,7 @@ class Monitor(App[str]):
             try:
                 error_text = job()
             except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
-                is_job_error = isinstance(error, background_jobs.JobError)
-                error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
+                error_text = f"{type(error).__name__}: {error}"
             self.call_on_ui_thread(handle_result, None if error_text is None else sanitize_line(error_text, 300))
 
         threading.Thread(target=run, name="dpmon job", daemon=True).start()
@@ -715,7 +714,7 @@ class Monitor(App[str]):
             rows: list[Row] = []
             for warning in reversed(self.live_run.state.warnings):
                 rows.append([(f"{format_elapsed(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
-                rows += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
+                rows += wrap_to_rows(sanitize_line(warning.text), width, "", label=[("  ", "")])
             return rows
 
         self.push_screen(TextPages(f"Warnings ({self.live_run.state.warning_count})", build_rows, self.style))
@@ -760,6 +759,22 @@ class Monitor(App[str]):
         # Textual's picture would load its font from the network.
         text = re.sub(r"@font-face {.*?}", "", text, flags=re.DOTALL).replace("Fira Code", "DejaVu Sans Mono, Menlo")
         directory, name = self.live_run.directory, self.live_run.file_name()
-        self._run_in_thread(
-            lambda: f"screenshot: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
-        )
+        self._run_in_thread(lambda: f"screenshot: {_save_screenshot(text, name, directory)}", self.show_message)
+
+
+def _save_screenshot(text: str, name: str, directory: Path) -> str:
+    """Write `text` to a new file NAME-HHMMSS-....svg and return its path.
+
+    It lies in the current directory or, if that is not writable, in the run's `directory`. Raises OSError.
+    """
+    import tempfile
+
+    prefix = f"{name}-{time.strftime('%H%M%S')}-"
+    try:
+        descriptor, path = tempfile.mkstemp(".svg", prefix, Path.cwd())
+        path = Path(path).name
+    except OSError:
+        descriptor, path = tempfile.mkstemp(".svg", prefix, directory.absolute())
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    return path

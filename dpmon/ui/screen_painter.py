@@ -72,10 +72,10 @@ def paint_panel(panel: str, screen: ScreenData, output: OutputView, slot: Slot, 
     """Return the rows of a panel, truncated or filled to its size."""
     if panel == "small":
         size_row: Row = [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")]
-        rows = [*render_panel(screen, slot.width, 3, style)[: slot.height - 1], size_row, *[[]] * slot.height]
+        rows = [*render_panel(screen, slot.width, 3)[: slot.height - 1], size_row, *[[]] * slot.height]
         return [fit_row(row, slot.width) for row in rows[: slot.height]]
     if panel == "status":
-        return render_panel(screen, slot.width, slot.height, style)
+        return render_panel(screen, slot.width, slot.height)
     if panel == "timeline":
         return render_timeline(screen.cursor, slot.width)
     if panel == "footer":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, repeat
 from operator import itemgetter
 
-from dpmon.text.cells import char_width, span_width, wrap_text
+from dpmon.text.cells import align_right, char_width, span_width, wrap_text
 
 Span = tuple[str, str]
 Row = list[Span]
@@ -91,9 +91,24 @@ def join_left_right(left: Sequence[Span], right_part: Sequence[Span], width: int
     return [*fit_row(left, width - right_width), *right_part]
 
 
-def wrap_to_rows(text: str, width: int, style: str = "dim", max_rows: int | None = None) -> list[Row]:
-    """Return `text` in at most `max_rows` rows of at most `width` cells, broken between words; none without a text."""
-    return [[(line, style)] for line in wrap_text(text, width, max_rows)] if text else []
+def wrap_to_rows(
+    text: str, width: int, style: str = "dim", max_rows: int | None = None, *, label: Sequence[Span] = ()
+) -> list[Row]:
+    """Return `text` in at most `max_rows` rows of at most `width` cells, broken between words; none without a text.
+
+    `label` stands before the first row, and the others are indented as far.
+    """
+    if not text:
+        return []
+    indent = [(" " * row_width(label), label[-1][1])] if label else []
+    first, *others = wrap_text(text, max(width - row_width(label), min(width, 10)), max_rows)
+    return [[*label, (first, style)], *([*indent, (line, style)] for line in others)]
+
+
+def add_scale(chart: Sequence[Row], top: str, bottom: str, gutter: int) -> list[Row]:
+    """Return the rows of a chart, with the ends of its scale in `gutter` cells at the left."""
+    labels = [top, *[""] * (len(chart) - 2), bottom]
+    return [[(align_right(label, gutter - 1) + " ", "dim"), *row] for label, row in zip(labels, chart, strict=False)]
 
 
 def draw_frame(

@@ -199,7 +199,7 @@ def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
         shown = re.findall(r"<?[\d.]+(?: [µm]?s|%)", rest)
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
-        *render_panel(facts, 180, 2, STYLE),
+        *render_panel(facts, 180, 2),
         *panel_compare.render_panel(facts, 100, 30, STYLE),
     ]
     feed.close()

@@ -59,7 +59,7 @@ def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
     assert (slow.rank, slow.phase) == (1, phase)
     said = " ".join(texts(panel_ranks.render_panel(full(facts), 76, 12, STYLE)))
     assert f"rank 1 delays the others by 6.00 ms per step (34%): its {phase} takes" in said
-    assert "others wait for rank 1: 6.00 ms (34%), " + phase in plain_text(render_panel(facts, 120, 2, STYLE)[1])
+    assert "others wait for rank 1: 6.00 ms (34%), " + phase in plain_text(render_panel(facts, 120, 2)[1])
 
 
 def test_no_rank_is_named_if_all_are_equal() -> None:
@@ -67,7 +67,7 @@ def test_no_rank_is_named_if_all_are_equal() -> None:
     said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
     assert "no straggler (last 115 steps)" in said
     assert not any("▸" in line for line in said)
-    assert "others wait" not in plain_text(render_panel(facts, 120, 2, STYLE)[1])
+    assert "others wait" not in plain_text(render_panel(facts, 120, 2)[1])
 
 
 STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.py:90)"
@@ -84,7 +84,7 @@ def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     facts = facts_of(3, slow=1)
     facts = stalled(replace(facts, now_ns=facts.now_ns + 34 * SECOND), facts.now_ns)
     assert " ".join(texts(panel_stall.render_panel(full(facts), 76, 12, STYLE))) == STALL
-    assert STALL in plain_text(render_panel(facts, 120, 2, STYLE)[1])
+    assert STALL in plain_text(render_panel(facts, 120, 2)[1])
     assert describe_activity(facts) == ("STALLED", "bad", "34 s")
 
 
@@ -94,7 +94,7 @@ def test_several_slow_ranks_are_all_marked_and_stay_in_a_small_panel() -> None:
     assert [line.split()[1] for line in text[1:9] if line[0] == "▸"] == ["5", "7"]
     text = texts(panel_ranks.render_panel(full(facts), 76, 20, STYLE))
     assert any(line.startswith("ranks 5 and 7 delay the others by 6.00 ms per step") for line in text)
-    assert "others wait for ranks 5 and 7: 6.00 ms" in plain_text(render_panel(facts, 120, 2, STYLE)[1])
+    assert "others wait for ranks 5 and 7: 6.00 ms" in plain_text(render_panel(facts, 120, 2)[1])
     for height in (6, 9):
         text = texts(panel_ranks.render_panel(facts, 76, height, STYLE))
         assert {5, 7} <= rank_lines(text[:height]).keys(), height

@@ -118,12 +118,14 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
         await on.press("colon")
         dialog = on.app.screen
         assert isinstance(dialog, CommandPalette)
-        assert "stop" in {action for _, _, action in dialog.matching_commands()}
+        assert "stop" in {command.action for command in dialog.matching_commands()}
         on.end(0)
         await on.until(lambda: on.app.live_run.is_over, "the end")
         await on.press("up", "down")
-        assert "stop" not in {action for _, _, action in dialog.shown_commands}
-        assert {action for _, _, action in dialog.matching_commands()}.isdisjoint({"toggle_mode", "pause", "type_line"})
+        assert "stop" not in {command.action for command in dialog.shown_commands}
+        assert {command.action for command in dialog.matching_commands()}.isdisjoint(
+            {"toggle_mode", "pause", "type_line"}
+        )
 
 
 async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path) -> None:

@@ -19,7 +19,6 @@ from support.record_builders import SECOND, Training
 from support.screen_harness import open_screen
 from support.screen_states import (
     RUN_INFO,
-    STYLE,
     exit_info_of,
     progress_in_epochs,
     screen_data_of,
@@ -32,7 +31,7 @@ from support.screen_states import (
 
 
 def head(facts: ScreenData, width: int = 120, height: int = 2) -> list[str]:
-    return [plain_text(row).strip() for row in render_panel(facts, width, height, STYLE)]
+    return [plain_text(row).strip() for row in render_panel(facts, width, height)]
 
 
 def ranks(**changes: Any) -> ScreenData:

@@ -234,15 +234,15 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         await on.press("ctrl+p")
         palette = on.app.screen
         assert isinstance(palette, CommandPalette)
-        offered = [key for key, _, _ in palette.matching_commands()]
-        actions = [action for _, _, action in palette.matching_commands()]
+        offered = [command.key for command in palette.matching_commands()]
+        actions = [command.action for command in palette.matching_commands()]
         assert "d" in offered
         assert "refresh(1)" in actions, "it has no key"
         assert actions.index("refresh(1)") > actions.index("toggle_mode"), "those with a key come first"
         assert "warnings" not in actions, "there are none"
         assert "i" not in offered, "nobody reads input"
         await on.press(*"batch")
-        assert [key for key, _, _ in palette.matching_commands()] == ["d", "3"]
+        assert [command.key for command in palette.matching_commands()] == ["d", "3"]
         await on.press("down", "enter")
         await on.until(lambda: on.app.view.focus == "batch", "the panel")
         await on.press("colon", *"no such thing")

@@ -63,7 +63,7 @@ def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> N
 def test_a_large_uncertainty_stands_beside_the_time_left_but_not_in_the_header() -> None:
     found = facts(progress_in_epochs(error_ns=40e9))
     assert drawn(found)[0].endswith("2 min 10 s ± 40 s left")
-    assert "±" not in plain_text(render_panel(found, 200, 2, STYLE)[0])
+    assert "±" not in plain_text(render_panel(found, 200, 2)[0])
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     found = replace(found, state=found.state.with_facts(unfit=InvalidLoss(0, "train.py:88", 212, 20 * SECOND, value)))
     rows = panel_progress.render_panel(found, 56, 12, STYLE)
     assert any(("✗", "bad") in row for row in rows)
-    header = [plain_text(row) for row in render_panel(found, 120, 2, STYLE)]
+    header = [plain_text(row) for row in render_panel(found, 120, 2)]
     assert f"loss {text}" in header[0]
     assert "first seen in step 212 (train.py:88)" in header[1]
     over = replace(found, exit_info=exit_info_of(0, None, 40 * SECOND), is_command_alive=False)
-    assert "first seen in step 212" in plain_text(render_panel(over, 120, 2, STYLE)[1]), "no less after the end"
+    assert "first seen in step 212" in plain_text(render_panel(over, 120, 2)[1]), "no less after the end"
 
 
 @pytest.mark.parametrize(
@@ -135,17 +135,17 @@ def test_a_curve_goes_through_its_points() -> None:
 
 def test_the_header_says_how_far_it_is_and_the_loss() -> None:
     found = facts(progress_in_epochs(), loss_curve())
-    wide = plain_text(render_panel(found, 140, 2, STYLE)[0])
+    wide = plain_text(render_panel(found, 140, 2)[0])
     assert "epoch 3 ·   412/1,563 · 2 min 10 s left" in wide
     assert "samples/s  sampled loss 0.412" in wide
     over = replace(found, exit_info=exit_info_of(0), is_command_alive=False)
-    assert "last loss 0.412" in plain_text(render_panel(over, 140, 2, STYLE)[0])
-    assert "step" not in plain_text(render_panel(found, 120, 2, STYLE)[0])
-    assert "step 300" in plain_text(render_panel(found, 120, 2, STYLE)[1]), "what has no room above"
-    narrow = [plain_text(row) for row in render_panel(found, 80, 3, STYLE)]
+    assert "last loss 0.412" in plain_text(render_panel(over, 140, 2)[0])
+    assert "step" not in plain_text(render_panel(found, 120, 2)[0])
+    assert "step 300" in plain_text(render_panel(found, 120, 2)[1]), "what has no room above"
+    narrow = [plain_text(row) for row in render_panel(found, 80, 3)]
     assert narrow[1].startswith(" epoch 3 ·   412/1,563 · 2 min 10 s left ")
     assert "loss 0.412" in narrow[1]
-    assert plain_text(render_panel(found, 40, 3, STYLE)[1]).startswith(" epoch 3 ·   412/1,563  ")
+    assert plain_text(render_panel(found, 40, 3)[1]).startswith(" epoch 3 ·   412/1,563  ")
 
 
 # ------------------------------------------------------------------------------------------------ before and after

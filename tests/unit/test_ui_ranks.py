@@ -113,7 +113,7 @@ def test_ranks_without_room_are_not_read(size: tuple[int, int], zoom: str | None
 
 def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
     facts = facts_of(2)
-    text = "\n".join(plain_text(row) for row in render_panel(facts, 160, 2, STYLE))
+    text = "\n".join(plain_text(row) for row in render_panel(facts, 160, 2))
     assert "ddp ×2" in text
     assert "rank 0 of 2" in text
     shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000

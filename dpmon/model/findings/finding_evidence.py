@@ -81,9 +81,12 @@ def is_timed(phase: PhaseStats) -> bool:
 def data_share(stats: StepStats) -> float:
     """Return the share of step time (0 to 1) spent waiting for data, by device times if they are known."""
     data = stats.phase("data")
-    if data is None:
-        return 0.0
-    return (data.device_share if is_timed(data) else data.share) or 0.0
+    return 0.0 if data is None else step_share(data)
+
+
+def step_share(phase: PhaseStats) -> float:
+    """Return the share of step time (0 to 1) of a phase, by device times if they are known."""
+    return (phase.device_share if is_timed(phase) else phase.share) or 0.0
 
 
 def time_of_share(stats: StepStats, share: float) -> float:

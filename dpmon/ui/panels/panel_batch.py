@@ -28,7 +28,7 @@ from dpmon.ui.panel_table import DURATION_CELLS, PanelColumn, draw_table
 from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.screen_data import BEFORE_STALL, NAMES, ScreenData, format_mode_and_devices
 from dpmon.ui.step_waterfall import OTHER_FORWARD_NAMES, render_waterfall, visible_lanes
-from dpmon.ui.styled_rows import Row, dim_row, row_width, wrap_to_rows
+from dpmon.ui.styled_rows import Row, add_scale, dim_row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import LETTERS, TerminalStyle, letter_position
 from dpmon.ui.time_axis import axis_below_chart, build_chart_columns, make_time_axis, stall_intervals
 
@@ -230,17 +230,8 @@ def history_rows(screen: ScreenData, process: Process, width: int, height: int, 
     top = scale_top(chart.columns)
     has_values = any(column.count for column in chart.columns)
     rows = stacked_columns(chart.columns, chart_width, bar_height, top, style, chart.part_count)
-    labeled_rows: list[Row] = []
-    for index, row in enumerate(rows):
-        scale_label = ""
-        if has_values and index == 0:
-            scale_label = format_duration(top)
-        elif has_values and index == bar_height - 1:
-            scale_label = "0"
-        labeled_rows.append([(align_right(scale_label, gutter - 1) + " ", "dim"), *row])
-    if has_axis:
-        labeled_rows.append(axis_below_chart(screen, axis, chart, gutter, chart_width))
-    return labeled_rows
+    rows = add_scale(rows, format_duration(top) if has_values else "", "0" if has_values else "", gutter)
+    return [*rows, axis_below_chart(screen, axis, chart, gutter, chart_width)] if has_axis else rows
 
 
 # ------------------------------------------------------------------------------------------------ notes
@@ -308,7 +299,7 @@ def missing_phase_notes(process: Process, stats: StepStats) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for phase in stats.disjoint_phases:
         if not phase.ran and is_expected_phase(process, stats, phase.name):
-            reasons.setdefault(_missing_phase_reason(process, call, phase.name), []).append(phase.name)
+            reasons.setdefault(_missing_phase_reason(call, phase.name), []).append(phase.name)
     return [f"no {_join_phase_names(names)}: {reason}" for reason, names in reasons.items()]
 
 
@@ -320,7 +311,7 @@ def _join_phase_names(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _missing_phase_reason(process: Process, call: Call | None, phase: str) -> str:
+def _missing_phase_reason(call: Call | None, phase: str) -> str:
     definition = phase_by_display_name(phase)
     phase_name = definition.name
     if not definition.of_call:

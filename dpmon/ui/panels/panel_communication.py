@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpmon.model.communication import Communication
 from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import align_right, wrap_text
+from dpmon.text.cells import align_right
 from dpmon.text.formatting import format_duration, format_percent
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.screen_data import RANK_NAMES, ScreenData
@@ -64,11 +64,9 @@ def _fact_rows(communication: Communication, width: int) -> list[Row]:
     rows: list[Row] = []
     for label, text in communication.labeled_texts:
         label = sanitize_line(label, 40)
-        indent = _LABEL_CELLS if len(label) < _LABEL_CELLS else len(label) + 1
-        lines = wrap_text(sanitize_line(text, 400), max(width - indent, 10))
-        for index, line in enumerate(lines):
-            label_text = label.ljust(indent) if index == 0 else " " * indent
-            rows.append([(label_text, "dim"), (line, "bold" if label == "exposed" else "")])
+        text_style = "bold" if label == "exposed" else ""
+        label_span = (f"{label} ".ljust(_LABEL_CELLS), "dim")
+        rows += wrap_to_rows(sanitize_line(text, 400), width, text_style, label=[label_span])
     return rows
 
 

@@ -21,7 +21,7 @@ from dpmon.ui.chart import filled_bar, line_chart
 from dpmon.ui.panel_table import PanelColumn, draw_table, fact_columns
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.screen_data import NAMES, ScreenData
-from dpmon.ui.styled_rows import Row, join_left_right, row_width, wrap_to_rows
+from dpmon.ui.styled_rows import Row, add_scale, join_left_right, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import make_time_axis
 
@@ -118,7 +118,8 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
 def _main_rows(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
     """Return the rows of findings, progress and losses, or of the plan before the first step."""
     if _has_not_started(screen):
-        return [row for label, text in _startup_plan_rows(screen) for row in _labeled_rows(label, text, width)]
+        plan = _startup_plan_rows(screen)
+        return [row for name, text in plan for row in wrap_to_rows(text, width, "", label=[(name.ljust(9), "dim")])]
     rows = _finding_rows(screen, width) if screen.is_over else []
     if rows and height - len(rows) > 1:
         rows.append([])
@@ -165,22 +166,13 @@ def _startup_plan_rows(screen: ScreenData) -> list[tuple[str, str]]:
     return [(label, sanitize_line(text, 200)) for label, text in rows if text]
 
 
-def _labeled_rows(label: str, text: str, width: int) -> list[Row]:
-    """Return the wrapped text, with its label before the first row."""
-    return [
-        [((label if index == 0 else "").ljust(9), "dim"), *row]
-        for index, row in enumerate(wrap_to_rows(text, width - 9, ""))
-    ]
-
-
 def _finding_rows(screen: ScreenData, width: int) -> list[Row]:
     """Return the findings, the most important first, each with its advice."""
     rows: list[Row] = [] if screen.findings is None or screen.findings else [[("no findings", "dim")]]
     for number, finding in enumerate(screen.findings or (), start=1):
         text_style = "bad" if finding.kind == "failed" else "wait"
-        for index, row in enumerate(wrap_to_rows(sanitize_line(finding.text, 400), width - 2, text_style)):
-            rows.append([(f"{number} " if index == 0 else "  ", "dim"), *row])
-        rows += [[("  ", ""), *row] for row in wrap_to_rows(sanitize_line(finding.advice_text, 400), width - 2, "")]
+        rows += wrap_to_rows(sanitize_line(finding.text, 400), width, text_style, label=[(f"{number} ", "dim")])
+        rows += wrap_to_rows(sanitize_line(finding.advice_text, 400), width, "", label=[("  ", "")])
     return rows
 
 
@@ -260,11 +252,7 @@ def _loss_rows(
         return [[*header, *row]]
     chart = line_chart(lines, invalid_places, chart_width, height, low, top, style)
     (top_text, _), (low_text, _) = loss_span(top, 0), loss_span(low, 0)
-    scale_labels = {0: top_text if top > low else "", len(chart) - 1: low_text}
-    rows: list[Row] = [
-        [(align_right(scale_labels.get(index, ""), _GUTTER_CELLS - 1) + " ", "dim"), *row]
-        for index, row in enumerate(chart)
-    ]
+    rows = add_scale(chart, top_text if top > low else "", low_text, _GUTTER_CELLS)
     start_text = f"since {format_elapsed(axis.start_s * SECOND)}"
     right: Row = [(start_text, "dim")] if row_width(header) + len(start_text) < width else []
     return [join_left_right(header, right, width), *rows]

@@ -11,7 +11,6 @@ from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.stalls.stall_report import RankReport, parse_report
 from dpmon.stalls.why_text import format_report
-from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_elapsed, format_percent
 from dpmon.ui.screen_data import NAMES, RANK_NAMES, ScreenData, format_devices
 from dpmon.ui.styled_rows import Row, row_width, wrap_to_rows
@@ -122,14 +121,13 @@ def _blamed_rank_rows(ranks: Sequence[RankReport], screen: ScreenData, width: in
         lead: Row = [("▸ ", "bad"), (number.rjust(number_width) + " " * bool(number_width), "bad")]
         lead += [(device.ljust(device_width) + "  ", "")] if device_width else []
         lead.append((_format_duration(rank.for_s).rjust(6) + "  ", "bold"))
-        indent = row_width(lead)
-        text_width = max(width - indent, 10)
-        if details and len(rank.words) + 2 + len(rank_details) <= text_width:
-            rows.append([*lead, (rank.words, "bad"), (f"  {rank_details}", "dim")])
+        row: Row = [*lead, (rank.words, "bad"), (f"  {rank_details}", "dim")]
+        if details and row_width(row) <= width:
+            rows.append(row)
             continue
-        lines = [(line, "bad") for line in wrap_text(rank.words, text_width, 2 if details else 1)]
-        lines += [(line, "dim") for line in wrap_text(rank_details, text_width, 1) if details]
-        rows += [[*([(" " * indent, "")] if index else lead), span] for index, span in enumerate(lines)]
+        rows += wrap_to_rows(rank.words, width, "bad", 2 if details else 1, label=lead)
+        if details:
+            rows += wrap_to_rows(rank_details, width, "dim", 1, label=[(" " * row_width(lead), "")])
     return rows
 
 

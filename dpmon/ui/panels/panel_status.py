@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpmon.model.epoch_progress import Progress, format_time_left
 from dpmon.model.findings.failure_findings import INVALID_LOSS_TEXTS
-from dpmon.model.findings.finding_evidence import MIN_DATA_SHARE, MIN_STEPS, data_share
+from dpmon.model.findings.finding_evidence import MIN_DATA_SHARE, MIN_STEPS, step_share
 from dpmon.model.recorded_stalls import final_stall_sentence
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import Throughput, throughput_of
@@ -17,6 +17,7 @@ from dpmon.record.shared_names import node_suffix
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
+from dpmon.store.step_stats import compute_phase_stats
 from dpmon.text.cells import align_right, span_width, truncate, wrap_text
 from dpmon.text.formatting import (
     format_compact,
@@ -34,7 +35,6 @@ from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, sho
 from dpmon.ui.panels.rank_map import PROBLEM_STYLES
 from dpmon.ui.screen_data import ActivityText, ScreenData, describe_activity, format_mode_and_devices, last_mode_reply
 from dpmon.ui.styled_rows import Row, fit_row, join_left_right, plain_text, row_width
-from dpmon.ui.terminal_style import TerminalStyle
 
 WARNING_SHOWN_NS = 60 * SECOND
 DONE_SHOWN_NS = 15 * SECOND
@@ -58,7 +58,7 @@ class _StatusPart(NamedTuple):
     """A shorter form."""
 
 
-def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+def render_panel(screen: ScreenData, width: int, height: int) -> list[Row]:
     """Return `height` rows of `width` cells: two if panels are side by side, three on a narrow screen."""
     activity = describe_activity(screen)
     metrics, modes = _metric_parts(screen), _mode_parts(screen)
@@ -251,7 +251,8 @@ def _message_row(screen: ScreenData, width: int, omitted: Sequence[_StatusPart])
         return [("▸ ", "wait"), (short_sentence(screen.current_straggler), "")]
     process = screen.process
     if screen.is_live and process is not None and process.settled.steps >= MIN_STEPS:
-        share, rank_text = data_share(process.settled), "" if process.rank is None else f"{process.name} "
+        share = step_share(compute_phase_stats("data", process.settled.tally))
+        rank_text = "" if process.rank is None else f"{process.name} "
         if share >= MIN_DATA_SHARE:
             text = f"{rank_text}waits for data: {format_percent(share)} of its step time"
             return [("▸ ", "wait"), (text, "")]

@@ -25,7 +25,6 @@ from dpmon.ui.styled_rows import plain_text
 from support.format_readers import report_text
 from support.history_builders import write_run_directory
 from support.record_builders import Training
-from support.screen_states import STYLE
 
 STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
 IN_STALL = "ended in a stall of 20.0 s: rank 1 in save (t.py:3)"
@@ -100,7 +99,7 @@ def read_places(directory: Path, capsys: pytest.CaptureFixture[str]) -> Said:
         header,
         (timeless(lines[0].partition("  ")[2]), timeless(report.partition("): ")[2])),
         [line.strip() for line in output("ls")[1][2:]],
-        (*(plain_text(row) for row in render_panel(screen, 200, 2, STYLE)), *lines),
+        (*(plain_text(row) for row in render_panel(screen, 200, 2)), *lines),
         status,
     )
 

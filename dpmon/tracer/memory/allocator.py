@@ -73,7 +73,7 @@ def end_allocation_history() -> tuple[list[dict[str, object]], str | None]:
         index = find_program_frame([frame["filename"] for frame in frames])
         if index is not None:
             lines[frames[index]["filename"], frames[index]["line"]] += block["size"]
-    if not any(snapshot["device_traces"]):  # else the script has started a history of its own meanwhile
+    if not any(len(trace) > 1 for trace in snapshot["device_traces"]):  # else the script has started one of its own
         torch.cuda.memory._record_memory_history(None)  # type: ignore[no-untyped-call]
     top = [{"file": shorten_name(file, 1000), "line": line, "bytes": size} for (file, line), size in lines.most_common(5)]
     return top, f"there are more than {MAX_BLOCKS:,} blocks" if count > MAX_BLOCKS else None

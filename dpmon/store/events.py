@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp")
 """Events that are kept when older rows are deleted, because they concern the whole run; of some kinds, the newest."""
 LASTING = f"kind IN ({', '.join(map(repr, LASTING_KINDS))})"
-_IS_SAMPLE = "kind IN ('device', 'host')"
+IS_SAMPLE = "kind IN ('device', 'host')"
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS events (
     id      INTEGER PRIMARY KEY,
@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS events (
     json    TEXT NOT NULL   -- the whole event
 );
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {LASTING};
-CREATE INDEX IF NOT EXISTS samples ON events (t_ns) WHERE {_IS_SAMPLE};
+CREATE INDEX IF NOT EXISTS samples ON events (t_ns) WHERE {IS_SAMPLE};
 CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """
 MAX_LASTING = 10_000
@@ -103,13 +103,13 @@ def prune_lasting_events(db: sqlite3.Connection) -> None:
 
 def last_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the newest sample of a device or the host; None if there is none."""
-    rows = connection.rows(f"SELECT max(t_ns) FROM events WHERE {_IS_SAMPLE}")
+    rows = connection.rows(f"SELECT max(t_ns) FROM events WHERE {IS_SAMPLE}")
     return next((t_ns for (t_ns,) in rows), None)
 
 
 def first_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the oldest sample of a device or the host that still has a row; None if there is none."""
-    rows = connection.rows(f"SELECT t_ns FROM events WHERE {_IS_SAMPLE} AND t_ns IS NOT NULL ORDER BY id LIMIT 1")
+    rows = connection.rows(f"SELECT t_ns FROM events WHERE {IS_SAMPLE} AND t_ns IS NOT NULL ORDER BY id LIMIT 1")
     return next((t_ns for (t_ns,) in rows), None)
 
 
@@ -187,7 +187,7 @@ def read_chart_samples(store: Store, duration_ns: int, after_id: int = 0, node: 
     query = (
         f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {HOST} ELSE {index} END AS device,"
         f" CASE kind WHEN 'host' THEN {cpu} ELSE {util} END, {', '.join(others)} FROM events WHERE {condition}"
-        f" AND {_IS_SAMPLE} AND (?3 IS NULL OR process = -1 - ?3) AND typeof(device) = 'integer' ORDER BY id"
+        f" AND {IS_SAMPLE} AND (?3 IS NULL OR process = -1 - ?3) AND typeof(device) = 'integer' ORDER BY id"
     )
     return [ChartSample(*row) for row in store.query(query, (lower_bound, store.until_ns, node))]
 

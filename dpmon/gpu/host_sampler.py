@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ class HostSampler:
                 "mem_total_bytes": int(memory.total),
                 "run_cpu_pct": run_cpu_pct,
                 "run_mem_bytes": run_mem_bytes,
+                **_shared_memory(root_pid),
                 "cpus": os.cpu_count(),
                 "load_1m": round(load_1m, 2),
             }
@@ -118,6 +120,16 @@ class HostSampler:
                 continue
             covered.update(children)
             self._processes.update(children)
+
+
+def _shared_memory(root_pid: int | None) -> dict[str, int | MissingValue]:
+    """Return what is used of /dev/shm, and its size, as the command sees it."""
+    names = "shm_used_bytes", "shm_total_bytes"
+    try:
+        usage = shutil.disk_usage("/dev/shm" if root_pid is None else f"/proc/{root_pid}/root/dev/shm")
+    except OSError as error:
+        return dict.fromkeys(names, MissingValue(f"/dev/shm cannot be read: {error.strerror}"))
+    return dict(zip(names, (usage.used, usage.total), strict=True))
 
 
 def read_pss(pid: int) -> int | None:

@@ -22,7 +22,7 @@ def describe_growth(data: Mapping[str, Any]) -> list[str]:
 
 def _describe_name(entry: Mapping[str, Any]) -> str:
     place = "" if entry.get("place") is None else f" ({entry['place']})"
-    count, name, items = entry["count"], f"`{entry['name']}`{place}", entry["items"]
+    count, name, items = entry["count"], f"`{entry['name']}`{place}", entry.get("items", "")
     if entry["type"] == "graph":
         least = "at least " * entry["is_cut"]
         kept = f"{count:,} graphs" if count > 1 else f"a graph of {entry['length']:,} operations in a row"

@@ -7,6 +7,7 @@ an out-of-memory error; until then, the observer costs nothing.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import cache, partial
 from itertools import count
@@ -66,16 +67,16 @@ def start_allocation_history() -> str | None:
 def end_allocation_history() -> tuple[list[dict[str, object]], str | None]:
     """End the history. Return the lines that allocated most of what was not freed since its start, and why none."""
     count = sum(torch.cuda.memory_stats(index).get("active.all.current", 0) for index in range(torch.cuda.device_count()))
-    lines: Counter[tuple[str, int]] = Counter()
+    lines: Counter[str] = Counter()
     snapshot = torch.cuda.memory._snapshot() if count <= MAX_BLOCKS else {"segments": (), "device_traces": ()}
     for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
         frames = block.get("frames", ()) if block["state"] == "active_allocated" else ()
         index = find_program_frame([frame["filename"] for frame in frames])
         if index is not None:
-            lines[frames[index]["filename"], frames[index]["line"]] += block["size"]
+            lines[f"{os.path.basename(frames[index]['filename'])}:{frames[index]['line']}"] += block["size"]
     if not any(len(trace) > 1 for trace in snapshot["device_traces"]):  # else the script has started one of its own
         torch.cuda.memory._record_memory_history(None)  # type: ignore[no-untyped-call]
-    top = [{"file": shorten_name(file, 1000), "line": line, "bytes": size} for (file, line), size in lines.most_common(5)]
+    top = [{"place": shorten_name(place), "bytes": size} for place, size in lines.most_common(5)]
     return top, f"there are more than {MAX_BLOCKS:,} blocks" if count > MAX_BLOCKS else None
 
 

@@ -11,13 +11,13 @@ losses thus leads from step to step, without the operations inside the steps.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dis import get_instructions
-from functools import partial
 from gc import get_referents
 from inspect import CO_OPTIMIZED
 from itertools import islice
@@ -36,9 +36,9 @@ from dpmon.tracer.core.session import Session, set_eval_frame
 from dpmon.tracer.memory.allocator import end_allocation_history, start_allocation_history
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
-SLICE_NS, CHECK_NS, NEVER = 2_000_000, 1_000_000_000, 1 << 62
+SLICE_NS, CHECK_NS = 2_000_000, 1_000_000_000
 """Longest time between two steps for which this looks; interval between checks for a request."""
-MIN_GAP_NS, MIN_GAP_POLLS = 1_000_000_000, 16
+MIN_GAP_NS, MIN_GAP_STEPS = 1_000_000_000, 16
 """Least time and number of steps between the two looks."""
 MAX_OBJECTS, MAX_DEPTH, ALL_ITEMS, NEWEST_ITEMS, MAX_NAMES = 100_000, 6, 64, 4, 5
 """Of a container with more than ALL_ITEMS, the newest ones are looked at."""
@@ -49,12 +49,13 @@ _own_namespace = type.__dict__["__dict__"].__get__
 _Tensor, _Node = torch._C.TensorBase, torch._C._FunctionBase
 _grad_fn = _Tensor.grad_fn.__get__
 _CONTAINERS: tuple[Any, ...] = (list, dict, tuple, deque, set, frozenset)
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
+_ATOMS = (int, float, complex, bool, str, bytes, type(None), ModuleType, CodeType, torch.dtype, torch.device)
 _ATOM_BYTES = dict.fromkeys(map(id, _ATOMS), 64)
-"""Roughly, by the id of a class."""
-_TABLES = ("_parameters", "_buffers", "_modules")
+"""By the id of a class, because its metaclass may define a hash."""
 _ACCESS = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF|ATTR|METHOD)")
 _ADDING = ("append", "appendleft", "extend", "extendleft", "add", "update", "setdefault", "insert")
+_LAST_NAME = re.compile(r"(\w+)(?:\['(\w+)'\]|\[\d*\])*$")
+"""The last name in a path, and the key after it."""
 _Key = tuple[CodeType | str, str]
 """A scope, which is the code of a frame or the name of a module, and a path that begins with a variable's name."""
 
@@ -82,47 +83,42 @@ class GrowthWalker:
             return self._next_ns
         request = self._recorder.words[HeaderWord.WALK]
         self._next_ns = now + CHECK_NS
-        if self._work is None and request == self._handled_request:
-            return self._next_ns
-        self._handled_request = request
-        dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
-        try:
+        if self._work is not None or request != self._handled_request:
+            self._handled_request = request
             work, self._work = self._work or self._look_twice(), None  # a fault or an interrupt ends it
-            with self._session.guard("growth of memory", fatal=False), torch._C.DisableTorchFunction():
-                if next(work, work) is not work:
-                    self._work, self._next_ns = work, 0
-        finally:
-            set_eval_frame(dynamo_callback)
+            dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
+            try:
+                with self._session.guard("growth of memory", fatal=False), torch._C.DisableTorchFunction():
+                    if next(work, work) is None:
+                        self._work, self._next_ns = work, 0
+            finally:
+                set_eval_frame(dynamo_callback)
         return self._next_ns
 
     def _look_twice(self) -> Iterator[None]:
         """Look, wait some steps, look again, find the lines, and record. Yields when the next step may begin."""
-        no_allocations = start_allocation_history()
-        first, end_ns = _Look({}), 0
+        no_history, allocations, steps = start_allocation_history(), [], 0
+        first = _Look({})
         while not first.run():
             yield
         end_ns = monotonic_ns() + MIN_GAP_NS
-        steps = 0
-        while steps < MIN_GAP_POLLS or monotonic_ns() < end_ns:
+        while steps < MIN_GAP_STEPS or monotonic_ns() < end_ns:
             steps += 1
             yield
         second = _Look(first.sizes)
         while not second.run():
             yield
-        names = second.largest()
-        deadline_ns = 0
+        names, end_ns = second.largest(), 0
         for _ in second.iter_code(names):
-            if monotonic_ns() > deadline_ns:
+            if monotonic_ns() > end_ns:
                 yield
-                deadline_ns = monotonic_ns() + SLICE_NS // 2
-        allocations: list[dict[str, object]] = []
-        if no_allocations is None:
-            allocations, no_allocations = end_allocation_history()
+                end_ns = monotonic_ns() + SLICE_NS // 2
+        if no_history is None:
+            allocations, no_history = end_allocation_history()
+        reasons = {"allocations": no_history} if no_history is not None else {}
+        facts = {"steps": steps, "names": names, "allocations": allocations}
         omitted = sorted(first.omitted | second.omitted)
-        absent = {} if no_allocations is None else {"allocations": no_allocations}
-        self._session.record_event(
-            "growth", "last", step=None, steps=steps, names=names, allocations=allocations, omitted=omitted, absent=absent
-        )
+        self._session.record_event("growth", "last", step=None, **facts, omitted=omitted, absent=reasons)
 
 
 class _Look:
@@ -130,81 +126,79 @@ class _Look:
 
     def __init__(self, before: dict[_Key, tuple[int, int]]) -> None:
         self.sizes: dict[_Key, tuple[int, int]] = {}
-        """Number of items and 0; of a graph the length (see `_look_at_graph`) and the newest operation's number."""
+        """Number of items and 0; of a graph its length and the number of its newest operation."""
         self.omitted: set[str] = set()
-        self._grown: dict[_Key, dict[str, Any]] = {}
+        self._grown: dict[tuple[str, str | None], dict[str, Any]] = {}
+        """By name and function."""
         self._before = before
         self._objects = 0
         self._visited: IdentityTable[bool] = IdentityTable()
         self._codes: dict[CodeType, None] = {}
         """The code of the script, for the search of lines."""
         self._pending: deque[tuple[_Key, weakref.ref[Any] | None, int]] | None = None
-        """Key of what is looked at next; the instance, if it is none of a scope's variables; depth."""
+        """What is looked at next: its key; the instance, unless it is the variable itself; its depth."""
 
     # ---------------------------------------------------------------- where
 
     def run(self) -> bool:
         """Look for at most SLICE_NS. Return whether the look is complete."""
         self._end_ns, self._end_cpu_ns, self._is_first = monotonic_ns() + SLICE_NS, thread_time_ns() + SLICE_NS, True
-        callers = [frame for frame in iter_callers(sys._getframe(1)) if is_script_file(frame.f_code.co_filename)]
-        scopes: dict[CodeType | str, Any] = {frame.f_code: self._read_variables(frame) for frame in reversed(callers)}
+        frames = [frame for frame in iter_callers(sys._getframe(1)) if is_script_file(frame.f_code.co_filename)]
+        scopes: dict[Any, dict[str, Any]] = {frame.f_code: self._read_variables(frame) for frame in reversed(frames)}
         if self._pending is None:
-            self._codes = dict.fromkeys(code for code in scopes if type(code) is CodeType)
-            scopes |= self._find_script_modules([frame.f_globals for frame in callers])
-            names = ((scope, name) for scope, variables in scopes.items() for name in variables)
-            self._pending = deque((key, None, 0) for key in names if type(key[1]) is str and key[1][:2] != "__")
+            self._codes = dict.fromkeys(scopes)
+            scopes |= self._find_script_modules({id(frame.f_globals) for frame in frames})
+            keys = [(scope, name) for scope, variables in scopes.items() for name in variables if type(name) is str]
+            self._pending = deque((key, None, 0) for key in keys if key[1][:2] != "__")
         while self._pending:
             key, reference, depth = self._pending[0]
-            scope, name = key
+            scope, path = key
             self._ids: set[int] = set()
             try:
                 if reference is not None:
                     self._look_into(key, reference(), depth)
-                elif scope in scopes or scope in sys.modules:
-                    variables = scopes[scope] if scope in scopes else sys.modules[scope].__dict__
-                    self._look_at(key, variables.get(name), 0)
+                else:
+                    variables = scopes.get(scope) or getattr(sys.modules.get(scope), "__dict__", {})
+                    self._look_at(key, variables.get(path), 0)
             except _SliceOver:
                 if not self._is_first:
                     return False  # the next slice begins with it
-                self.omitted.add(f"parts of {name}: it is too large")
+                self.omitted.add(f"parts of {path}, which is too large")
             except RuntimeError:
-                self.omitted.add(f"parts of {name}: it changed meanwhile")
+                self.omitted.add(f"parts of {path}, which changed meanwhile")
             self._pending.popleft()
             self._is_first = False
         return True
 
     def _read_variables(self, frame: FrameType) -> dict[str, Any]:
-        """Return the variables of a frame; empty if that would change a dict that the script has from `locals()`."""
+        """Return the variables of a frame; none if that would change a dict that the script has from `locals()`."""
         code = frame.f_code
         if code.co_name.startswith("torch_dynamo_resume_in"):
             self.omitted.add("variables of compiled code")
             return {}
         if code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
-            for referent in get_referents(frame):  # the dict comes before the function
+            for referent in get_referents(frame):  # the dict of an earlier `locals()` comes before the function
                 if type(referent) is FunctionType and referent.__code__ is code:
                     break
                 if type(referent) is dict and referent:
-                    self.omitted.add(f"variables of {code.co_name}: it uses locals()")
+                    self.omitted.add(f"variables of {code.co_name}, which uses locals()")
                     return {}
             variables = dict(frame.f_locals)
             frame.f_locals.clear()  # else the frame would keep the values
             return variables
         return dict(frame.f_locals)
 
-    def _find_script_modules(self, known: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the globals of the script's modules by name, without those of `known` modules, and note their code."""
-        known_ids, found = set(map(id, known)), {}
+    def _find_script_modules(self, known_ids: set[int]) -> dict[str, dict[str, Any]]:
+        """Return the globals of the script's modules by name, without those with `known_ids`, and note their code."""
+        found = {}
         for name, module in list(sys.modules.items()):
-            if type(module) is ModuleType:
-                variables = module.__dict__
-                file = variables.get("__file__")
-                if type(file) is str and is_script_file(file):
-                    for value in list(variables.values()):
-                        members = (value, *_own_namespace(value).values()) if type(value) is type else (value,)
-                        functions = [member for member in members if type(member) is FunctionType]
-                        self._codes |= dict.fromkeys(function.__code__ for function in functions)
-                    if id(variables) not in known_ids:
-                        found[name] = variables
+            file = module.__dict__.get("__file__") if type(module) is ModuleType else None
+            if type(file) is str and is_script_file(file):
+                for value in list(module.__dict__.values()):
+                    members = _own_namespace(value).values() if _is_subclass(type, type(value)) else (value,)
+                    self._codes |= {member.__code__: None for member in members if type(member) is FunctionType}
+                if id(module.__dict__) not in known_ids:
+                    found[name] = module.__dict__
         return found
 
     # ---------------------------------------------------------------- what
@@ -223,11 +217,10 @@ class _Look:
         self._ids.add(id(value))
         self._objects += 1
         if depth > MAX_DEPTH or self._objects > MAX_OBJECTS:
-            self.omitted.add(f"what is nested more than {MAX_DEPTH} deep, or beyond {MAX_OBJECTS:,} objects")
+            self.omitted.add(f"objects nested more than {MAX_DEPTH} deep, or beyond {MAX_OBJECTS:,}")
             return
-        scope, path = key
+        (scope, path), base = key, _container_of(kind)
         parts: Iterable[tuple[str, Any]] = ()
-        base = _container_of(kind)
         if _is_subclass(_Tensor, kind):
             self._look_at_graph(key, value)
         elif base is not None:
@@ -238,27 +231,25 @@ class _Look:
             parts = [(f"().{name}", cell.cell_contents) for name, cell in cells if get_referents(cell)]
         elif kind is MethodType:
             parts = [("", value.__self__)]
-        elif kind is partial:
-            parts = [("", value.func), *((f"(){label}", item) for label, item in _items(value.args, tuple))]
-        elif self._visited.get(value) is None and _namespace_of(value) is not None:
+        elif _namespace_of(value) is None:
+            self.omitted.add("objects of extensions, or with __slots__")
+        elif not self._visited.get(value):
             try:
                 self._visited.set(value, True)
-                self._pending.append((key, weakref.ref(value), depth))
+                self._pending.append((key, weakref.ref(value), depth))  # type: ignore[union-attr]
             except TypeError:  # it has no weak references
                 self._look_into(key, value, depth)
-        elif not self._visited.get(value):
-            self.omitted.add("objects of extensions, or with __slots__")
         for label, part in parts:
             self._look_at((scope, f"{path}{label}"), part, depth + 1)
 
     def _look_into(self, key: _Key, instance: Any, depth: int) -> None:
         """Look at the attributes of an instance."""
-        scope, path = key
-        for name, value in list(dict.items(_namespace_of(instance) or {})):
+        (scope, path), namespace = key, _namespace_of(instance)
+        for name, value in [] if namespace is None else list(dict.items(namespace)):
             if name == "_modules" and _is_subclass(dict, type(value)):
                 for child, module in list(dict.items(value)):
                     self._look_at((scope, f"{path}.{child}"), module, depth)
-            elif type(name) is str and name not in _TABLES:
+            elif type(name) is str and name not in ("_parameters", "_buffers"):
                 self._look_at((scope, f"{path}.{name}"), value, depth + 1)
 
     def _look_at_container(self, key: _Key, container: Any, base: Any) -> None:
@@ -267,27 +258,25 @@ class _Look:
         self.sizes[key] = length, 0
         before, _ = self._before.get(key, (length, 0))
         if length > before:
-            items = [item for _, item in _items(container, base)][-NEWEST_ITEMS:]
-            facts = [_describe_item(item) for item in items]
-            sizes = [facts_of_item[2] for facts_of_item in facts]
-            what, device, _, _ = facts[-1]
-            new_bytes = None if None in sizes else (length - before) * sum(sizes) // len(sizes)
-            has_graph = any(graph for _, _, _, graph in facts)
-            if has_graph or new_bytes is None or new_bytes >= MIN_BYTES:
-                self._note(key, base.__name__, length, before, items=what, device=device, graphs=has_graph, new_bytes=new_bytes)
+            facts = [_describe_item(item) for _, item in _items(container, base)[-NEWEST_ITEMS:]]
+            sizes = [size for _, _, size, _ in facts if size is not None]
+            new_bytes = (length - before) * sum(sizes) // len(sizes) if len(sizes) == len(facts) else None
+            graphs = any(has_graph for _, _, _, has_graph in facts)
+            if graphs or new_bytes is None or new_bytes >= MIN_BYTES:
+                items, device, _, _ = facts[-1]
+                described = {"items": items, "device": device, "graphs": graphs, "new_bytes": new_bytes}
+                self._note(key, type=base.__name__, count=length, before=before, **described)
 
     def _look_at_graph(self, key: _Key, tensor: Any) -> None:
         """Note the length of a tensor's graph, and describe it if it also keeps the operations of the earlier look.
 
-        The length is the number of operations on the way to the oldest one. If this way skips many operations, as from
-        one step to the one before, another graph joins there.
+        The length is the number of operations on the way to the oldest one. Where this way skips many operations, as
+        from one step to the one before, another graph joins.
         """
-        node, length, jumps = _grad_fn(tensor), 0, []
-        if node is None:
-            return
-        newest = oldest = _number(node)
-        is_cut = False
-        while children := _earlier_operations(node):
+        node, length, is_cut = _grad_fn(tensor), 0, False
+        newest = oldest = _number(node) if node is not None else 0
+        jumps = [0]
+        while not is_cut and (children := _earlier_operations(node)):
             number, node = min(children, key=lambda child: child[0])
             if len(children) > 1:
                 jumps.append(oldest - number)
@@ -298,48 +287,43 @@ class _Look:
                 if not self._is_first:
                     raise
                 is_cut = True
-                break
         self.sizes[key] = length, newest
         before, newest_before = self._before.get(key, (length, newest))
         if newest > newest_before > oldest and (length > before or is_cut):
-            count = 1 + sum(jump * 2 >= max(jumps) for jump in jumps)
-            self._note(key, "graph", count, before, items="operations", length=length, is_cut=is_cut, graphs=True)
+            count = sum(jump * 2 >= max(jumps) for jump in jumps) + 1
+            self._note(key, type="graph", count=count, before=before, graphs=True, length=length, is_cut=is_cut)
 
     # ---------------------------------------------------------------- what grew
 
-    def _note(self, key: _Key, kind: str, count: int, before: int, **facts: object) -> None:
+    def _note(self, key: _Key, **facts: object) -> None:
         scope, path = key
         function = scope.co_qualname if type(scope) is CodeType and scope.co_flags & CO_OPTIMIZED else None
         name = shorten_name(path.rpartition("().")[2])
-        self._grown[key] = {"name": name, "function": function, "type": kind, "count": count, "before": before, **facts}
+        self._grown[name, function] = {"name": name, "function": function, "place": None, **facts}
 
     def largest(self) -> list[dict[str, Any]]:
         """Return what grew, MAX_NAMES at most: first what keeps graphs, then by the size of the new items."""
-        by_name = {(entry["name"], entry["function"]): entry for entry in self._grown.values()}
-        entries = sorted(by_name.values(), key=lambda entry: (entry["graphs"], entry.get("new_bytes") or 0))
+        entries = sorted(self._grown.values(), key=lambda entry: (entry["graphs"], entry.get("new_bytes") or 0))
         return entries[: -MAX_NAMES - 1 : -1]
 
     def iter_code(self, names: list[dict[str, Any]]) -> Iterator[None]:
-        """Set the file and line of each of `names` if only one line makes it grow. Yields after each instruction."""
-        places: dict[int, set[tuple[str, int]]] = {}
-        codes = [*self._codes]
-        for code in codes:
-            codes += [constant for constant in code.co_consts if type(constant) is CodeType]
-            words = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
-            for index, entry in enumerate(names):
-                name = re.sub(r"\[.*?\]", "", entry["name"]).rpartition(".")[2]
-                function = entry["function"]
-                is_elsewhere = name == entry["name"] and function is not None and not code.co_qualname.startswith(function)
-                if name in words and not is_elsewhere:
-                    for line in _growing_lines(code, name):
+        """Set the place of each of `names` if only one line makes it grow. Yields often."""
+        for entry in names:
+            match, function, places = _LAST_NAME.search(entry["name"]), entry["function"] or "", set()
+            name, item_key = match.groups() if match is not None else ("", None)
+            codes = [*self._codes]
+            for code in codes:
+                codes += [constant for constant in code.co_consts if type(constant) is CodeType]
+                words = (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)
+                # Another function may have a variable of the same name.
+                if name in words and ("." in entry["name"] or code.co_qualname.startswith(function)):
+                    for line in _growing_lines(code, name, item_key):
                         if line is not None:
-                            places.setdefault(index, set()).add((code.co_filename, line))
+                            places.add(f"{os.path.basename(code.co_filename)}:{line}")
                         yield
-            yield
-        for index, found in places.items():
-            if len(found) == 1:
-                ((file, line),) = found
-                names[index] |= {"file": shorten_name(file, 1000), "line": line}
+                yield
+            if len(places) == 1:
+                entry["place"] = shorten_name(places.pop())
 
 
 def _container_of(kind: type) -> Any:
@@ -353,15 +337,15 @@ def _items(container: Any, base: Any) -> list[tuple[str, Any]]:
     first = length - NEWEST_ITEMS if length > ALL_ITEMS else 0
     if base is dict:
         pairs = list(islice(reversed(dict.items(container)), length - first))[::-1]
-        labels = [key if type(key) is str and key.isidentifier() else index for index, (key, _) in enumerate(pairs, first)]
-        return [(f"[{label!r}]", item) for label, (_, item) in zip(labels, pairs, strict=True)]
+        keys = [key if type(key) is str and key.isidentifier() else first + index for index, (key, _) in enumerate(pairs)]
+        return [(f"[{key!r}]", item) for key, (_, item) in zip(keys, pairs, strict=True)]
     if base is set or base is frozenset:
         return [("[]", item) for item in islice(base.__iter__(container), length - first)]
     return [(f"[{index}]", base.__getitem__(container, index)) for index in range(first, length)]
 
 
 def _namespace_of(value: Any) -> Any:
-    """Return the `__dict__` of an instance, unless its class computes it; None if it has none."""
+    """Return the `__dict__` of an instance; None if it has none, or if its class computes it."""
     for base in _own_mro(type(value)):
         descriptor = _own_namespace(base).get("__dict__")
         if descriptor is not None:
@@ -372,20 +356,18 @@ def _namespace_of(value: Any) -> Any:
 
 def _describe_item(item: Any, depth: int = 2) -> tuple[str, str | None, int | None, bool]:
     """Return the class of an item, the device of its tensors, its bytes (None: unknown), and if it keeps a graph."""
-    kind = type(item)
+    kind, base = type(item), _container_of(type(item))
     if _is_subclass(_Tensor, kind):
         device, size = str(_Tensor.device.__get__(item)), _Tensor.untyped_storage(item).nbytes()
         return "tensor", device, size, _grad_fn(item) is not None
-    base = _container_of(kind)
-    if kind is str or kind is bytes:
-        return kind.__name__, None, len(item), False
-    if base is None or not depth:
-        is_array = kind is getattr(sys.modules.get("numpy"), "ndarray", None)
-        return class_name(item), None, item.nbytes if is_array else _ATOM_BYTES.get(id(kind)), False
-    inner = [_describe_item(part, depth - 1) for _, part in _items(item, base)]
-    sizes = [size for _, _, size, _ in inner]
-    device = next((device for _, device, _, _ in inner if device is not None), None)
-    return base.__name__, device, None if None in sizes else sum(sizes), any(graph for _, _, _, graph in inner)
+    if base is not None and depth:
+        parts = [_describe_item(part, depth - 1) for _, part in _items(item, base)]
+        sizes = [size for _, _, size, _ in parts if size is not None]
+        device = next((device for _, device, _, _ in parts if device is not None), None)
+        return base.__name__, device, sum(sizes) if len(sizes) == len(parts) else None, any(part[3] for part in parts)
+    if kind is str or kind is bytes or kind is getattr(sys.modules.get("numpy"), "ndarray", None):
+        return kind.__name__, None, len(item) if kind is str or kind is bytes else item.nbytes, False
+    return class_name(item), None, _ATOM_BYTES.get(id(kind)), False
 
 
 def _number(node: Any) -> int:
@@ -395,25 +377,31 @@ def _number(node: Any) -> int:
 
 def _earlier_operations(node: Any) -> list[tuple[int, Any]]:
     """Return the operations whose results an operation used, with their numbers; none for parameters and inputs."""
-    is_own = _is_subclass(_Node, type(node))
-    children = _Node.next_functions.__get__(node) if is_own else node.next_functions
+    if node is None:
+        return []
+    children = _Node.next_functions.__get__(node) if _is_subclass(_Node, type(node)) else node.next_functions
     numbered = [(_number(child), child) for child, _ in children if child is not None]
     return [(number, child) for number, child in numbered if number < 1 << 63]
 
 
-def _growing_lines(code: CodeType, name: str) -> Iterator[int | None]:
-    """Yield for each instruction the line in which it adds to the variable or attribute `name`; None for others."""
-    start: tuple[int | None, int | None] = None, None
+def _growing_lines(code: CodeType, name: str, item_key: str | None) -> Iterator[int | None]:
+    """Yield for each instruction the line in which it adds to a variable or attribute; None for others.
+
+    `item_key`: only if it adds to this item of it.
+    """
+    start, constant = (0, 0), None
     for instruction in get_instructions(code):
-        positions, line = instruction.positions, None
-        here = (None, None) if positions is None else (positions.lineno, positions.col_offset)
-        argval = instruction.argval
-        words = argval if type(argval) is tuple else (argval,)
+        positions, line, argument = instruction.positions, None, instruction.argval
+        here = (positions.lineno or 0, positions.col_offset or 0) if positions is not None else (0, 0)
+        if instruction.opname == "LOAD_CONST":
+            constant = argument
+        is_item = item_key is None or (type(constant) is str and constant == item_key)
+        words = argument if type(argument) is tuple else (argument,)
         for access, word in zip(_ACCESS.findall(instruction.opname), words, strict=False):
             if word == name and access == "LOAD":
                 start = here
-            elif word == name and (start[0] or 0) >= (here[0] or 1):  # its new value comes from the old one
-                line, start = here[0], (None, None)
-            elif word in _ADDING and start == here:
+            elif word == name and start[0] >= here[0] > 0:  # its new value comes from the old one
+                line, start = here[0], (0, 0)
+            elif word in _ADDING and start == here and is_item:
                 line = here[0]
-        yield here[0] if instruction.opname == "STORE_SUBSCR" and start == here else line
+        yield here[0] if instruction.opname == "STORE_SUBSCR" and start == here and is_item else line

@@ -416,10 +416,11 @@ _GROWTH_FIELDS = (
     _integer("steps", "number of steps between the two looks"),
     _list(
         "names",
-        "what grew, at most five: name, place (file and line where it grows; null unless there is one), type (graph, or "
-        "the class of a container), count (graphs or items), before (the length at the first look), items (the class of "
-        "the newest item), device, graphs (whether it keeps autograd graphs), new_bytes (of the new items; null if "
-        "unknown), length (of a graph: operations in a row), is_cut (whether the graph is longer)",
+        "what grew, at most five: name, function (of a variable in one), place (file and line where it grows; null "
+        "unless there is just one), type (graph, or the class of a container), count (graphs or items), before (the "
+        "length at the first look), items (the class of the newest item), device, graphs (whether it keeps autograd "
+        "graphs), new_bytes (of the new items; null if unknown), length (of a graph: operations in a row), is_cut "
+        "(whether the graph is longer)",
     ),
     _list("allocations", "lines that allocated memory on GPUs in between that was not freed: place, bytes"),
     _list("omitted", "what was not looked at"),

@@ -20,7 +20,9 @@ MAX_PROCESSES = 16
 """How many processes are asked."""
 MIN_FREE_SHARE = 0.1
 """The processes are also asked if less of the memory of a GPU is free."""
-_NO_MEMORY = re.compile("out of ?memory|MemoryError|Cannot allocate memory|can't allocate memory|Unable to allocate", re.I)
+_NO_MEMORY = re.compile(
+    "out of ?memory|MemoryError|Cannot allocate memory|can't allocate memory|Unable to allocate", re.I
+)
 _NO_SHM = re.compile("shared memory|Bus error|SIGBUS|No space left on device|DataLoader worker", re.I)
 _SHM_SAMPLES = 30
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dpmon.text.formatting import format_bytes
@@ -16,7 +16,10 @@ def describe_growth(data: Mapping[str, Any]) -> list[str]:
     "`kept` (train.py:6) keeps 296 graphs alive", "list `history` (train.py:14) holds 1,200 tensors (cuda:0)".
     """
     texts = [_describe_name(entry) for entry in data["names"]]
-    texts += [f"{line['place']} allocated {format_bytes(line['bytes'])} on GPUs that were not freed" for line in data["allocations"]]
+    texts += [
+        f"{line['place']} allocated {format_bytes(line['bytes'])} on GPUs that were not freed"
+        for line in data["allocations"]
+    ]
     return [*texts, f"not looked at: {', '.join(data['omitted'])}"] if data["omitted"] else texts
 
 

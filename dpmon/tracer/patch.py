@@ -142,8 +142,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    parts = (*parts, walker)
-    resets = [part.reset for part in (*parts, responder)]
+    resets = [part.reset for part in (*parts, walker, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()

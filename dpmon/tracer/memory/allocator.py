@@ -60,13 +60,15 @@ def start_allocation_history() -> str | None:
     torch_c: Any = torch._C
     if torch_c._cuda_isHistoryEnabled():
         return "the script itself lets torch record allocations"
-    torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")  # type: ignore[no-untyped-call]
+    torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     return None
 
 
 def end_allocation_history() -> tuple[list[dict[str, object]], str | None]:
     """End the history. Return the lines that allocated most of what was not freed since its start, and why none."""
-    count = sum(torch.cuda.memory_stats(index).get("active.all.current", 0) for index in range(torch.cuda.device_count()))
+    count = sum(
+        torch.cuda.memory_stats(index).get("active.all.current", 0) for index in range(torch.cuda.device_count())
+    )
     lines: Counter[str] = Counter()
     snapshot = torch.cuda.memory._snapshot() if count <= MAX_BLOCKS else {"segments": (), "device_traces": ()}
     for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
@@ -75,7 +77,7 @@ def end_allocation_history() -> tuple[list[dict[str, object]], str | None]:
         if index is not None:
             lines[f"{os.path.basename(frames[index]['filename'])}:{frames[index]['line']}"] += block["size"]
     if not any(len(trace) > 1 for trace in snapshot["device_traces"]):  # else the script has started one of its own
-        torch.cuda.memory._record_memory_history(None)  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(None)
     top = [{"place": shorten_name(place), "bytes": size} for place, size in lines.most_common(5)]
     return top, f"there are more than {MAX_BLOCKS:,} blocks" if count > MAX_BLOCKS else None
 

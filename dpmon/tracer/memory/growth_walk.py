@@ -21,6 +21,7 @@ from dis import get_instructions
 from gc import get_referents
 from inspect import CO_OPTIMIZED
 from itertools import islice
+from sys import getrefcount
 from time import monotonic_ns, thread_time_ns
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -46,7 +47,8 @@ MIN_BYTES = 1 << 16
 """A container is left out if its new items are known to hold less than this."""
 _is_subclass, _own_mro = type.__subclasscheck__, type.__dict__["__mro__"].__get__
 _own_namespace = type.__dict__["__dict__"].__get__
-_Tensor, _Node = torch._C.TensorBase, torch._C._FunctionBase
+_Tensor: Any = torch._C.TensorBase
+_Node: Any = torch._C._FunctionBase
 _grad_fn = _Tensor.grad_fn.__get__
 _CONTAINERS: tuple[Any, ...] = (list, dict, tuple, deque, set, frozenset)
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), ModuleType, CodeType, torch.dtype, torch.device)
@@ -56,6 +58,10 @@ _ACCESS = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF|ATTR|METHOD)")
 _ADDING = ("append", "appendleft", "extend", "extendleft", "add", "update", "setdefault", "insert")
 _LAST_NAME = re.compile(r"(\w+)(?:\['(\w+)'\]|\[\d*\])*$")
 """The last name in a path, and the key after it."""
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_DPMON = __file__.removesuffix(os.path.join("tracer", "memory", os.path.basename(__file__)))
+_REFERENCES_OF_FRAME = 2
+"""To the dict of a frame's variables, while it is an argument."""
 _Key = tuple[CodeType | str, str]
 """A scope, which is the code of a frame or the name of a module, and a path that begins with a variable's name."""
 
@@ -97,7 +103,8 @@ class GrowthWalker:
 
     def _look_twice(self) -> Iterator[None]:
         """Look, wait some steps, look again, find the lines, and record. Yields when the next step may begin."""
-        no_history, allocations, steps = start_allocation_history(), [], 0
+        no_history, steps = start_allocation_history(), 0
+        allocations: list[dict[str, object]] = []
         first = _Look({})
         while not first.run():
             yield
@@ -135,7 +142,9 @@ class _Look:
         self._visited: IdentityTable[bool] = IdentityTable()
         self._codes: dict[CodeType, None] = {}
         """The code of the script, for the search of lines."""
-        self._pending: deque[tuple[_Key, weakref.ref[Any] | None, int]] | None = None
+        self._modules = [*sys.modules]
+        """Names of the modules that may be the script's."""
+        self._pending: deque[tuple[_Key, weakref.ref[Any] | None, int]] = deque()
         """What is looked at next: its key; the instance, unless it is the variable itself; its depth."""
 
     # ---------------------------------------------------------------- where
@@ -145,11 +154,14 @@ class _Look:
         self._end_ns, self._end_cpu_ns, self._is_first = monotonic_ns() + SLICE_NS, thread_time_ns() + SLICE_NS, True
         frames = [frame for frame in iter_callers(sys._getframe(1)) if is_script_file(frame.f_code.co_filename)]
         scopes: dict[Any, dict[str, Any]] = {frame.f_code: self._read_variables(frame) for frame in reversed(frames)}
-        if self._pending is None:
+        if not self._codes:
             self._codes = dict.fromkeys(scopes)
-            scopes |= self._find_script_modules({id(frame.f_globals) for frame in frames})
-            keys = [(scope, name) for scope, variables in scopes.items() for name in variables if type(name) is str]
-            self._pending = deque((key, None, 0) for key in keys if key[1][:2] != "__")
+            for scope, variables in scopes.items():
+                self._add(scope, variables)
+        while self._modules:
+            self._add_module(self._modules.pop(), {id(frame.f_globals) for frame in frames})
+            if monotonic_ns() > self._end_ns:
+                return False
         while self._pending:
             key, reference, depth = self._pending[0]
             scope, path = key
@@ -158,7 +170,7 @@ class _Look:
                 if reference is not None:
                     self._look_into(key, reference(), depth)
                 else:
-                    variables = scopes.get(scope) or getattr(sys.modules.get(scope), "__dict__", {})
+                    variables = scopes.get(scope) or getattr(sys.modules.get(str(scope)), "__dict__", {})
                     self._look_at(key, variables.get(path), 0)
             except _SliceOver:
                 if not self._is_first:
@@ -176,30 +188,36 @@ class _Look:
         if code.co_name.startswith("torch_dynamo_resume_in"):
             self.omitted.add("variables of compiled code")
             return {}
-        if code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
-            for referent in get_referents(frame):  # the dict of an earlier `locals()` comes before the function
-                if type(referent) is FunctionType and referent.__code__ is code:
-                    break
-                if type(referent) is dict and referent:
-                    self.omitted.add(f"variables of {code.co_name}, which uses locals()")
-                    return {}
-            variables = dict(frame.f_locals)
-            frame.f_locals.clear()  # else the frame would keep the values
-            return variables
-        return dict(frame.f_locals)
+        if not code.co_flags & CO_OPTIMIZED or sys.version_info >= (3, 13):
+            return dict(frame.f_locals)
+        if "locals" in code.co_names:
+            self.omitted.add(f"variables of {code.co_name}, which uses locals()")
+            return {}
+        variables = dict(frame.f_locals)
+        if getrefcount(frame.f_locals) == _REFERENCES_OF_FRAME:
+            held = frame.f_locals  # the frame would keep the values
+            for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+                held.pop(name, None)
+        return variables
 
-    def _find_script_modules(self, known_ids: set[int]) -> dict[str, dict[str, Any]]:
-        """Return the globals of the script's modules by name, without those with `known_ids`, and note their code."""
-        found = {}
-        for name, module in list(sys.modules.items()):
-            file = module.__dict__.get("__file__") if type(module) is ModuleType else None
-            if type(file) is str and is_script_file(file):
-                for value in list(module.__dict__.values()):
-                    members = _own_namespace(value).values() if _is_subclass(type, type(value)) else (value,)
-                    self._codes |= {member.__code__: None for member in members if type(member) is FunctionType}
-                if id(module.__dict__) not in known_ids:
-                    found[name] = module.__dict__
-        return found
+    def _add(self, scope: CodeType | str, variables: dict[str, Any]) -> None:
+        """Look at these variables later."""
+        names = [name for name in variables if type(name) is str and name[:2] != "__"]
+        self._pending.extend(((scope, name), None, 0) for name in names)
+
+    def _add_module(self, name: str, known_ids: set[int]) -> None:
+        """Look later at the globals of a module of the script, unless their id is known, and note its code."""
+        module = sys.modules.get(name)
+        file = module.__dict__.get("__file__") if type(module) is ModuleType else None
+        if type(file) is not str or "-packages/" in file or file.startswith((_LIBRARY, _DPMON)):
+            return  # the next check takes longer
+        if is_script_file(file):
+            variables = module.__dict__
+            for value in list(variables.values()):
+                members = _own_namespace(value).values() if _is_subclass(type, type(value)) else (value,)
+                self._codes |= {member.__code__: None for member in members if type(member) is FunctionType}
+            if id(variables) not in known_ids:
+                self._add(name, variables)
 
     # ---------------------------------------------------------------- what
 
@@ -236,7 +254,7 @@ class _Look:
         elif not self._visited.get(value):
             try:
                 self._visited.set(value, True)
-                self._pending.append((key, weakref.ref(value), depth))  # type: ignore[union-attr]
+                self._pending.append((key, weakref.ref(value), depth))
             except TypeError:  # it has no weak references
                 self._look_into(key, value, depth)
         for label, part in parts:
@@ -337,7 +355,9 @@ def _items(container: Any, base: Any) -> list[tuple[str, Any]]:
     first = length - NEWEST_ITEMS if length > ALL_ITEMS else 0
     if base is dict:
         pairs = list(islice(reversed(dict.items(container)), length - first))[::-1]
-        keys = [key if type(key) is str and key.isidentifier() else first + index for index, (key, _) in enumerate(pairs)]
+        keys = [
+            key if type(key) is str and key.isidentifier() else first + index for index, (key, _) in enumerate(pairs)
+        ]
         return [(f"[{key!r}]", item) for key, (_, item) in zip(keys, pairs, strict=True)]
     if base is set or base is frozenset:
         return [("[]", item) for item in islice(base.__iter__(container), length - first)]
@@ -363,8 +383,8 @@ def _describe_item(item: Any, depth: int = 2) -> tuple[str, str | None, int | No
     if base is not None and depth:
         parts = [_describe_item(part, depth - 1) for _, part in _items(item, base)]
         sizes = [size for _, _, size, _ in parts if size is not None]
-        device = next((device for _, device, _, _ in parts if device is not None), None)
-        return base.__name__, device, sum(sizes) if len(sizes) == len(parts) else None, any(part[3] for part in parts)
+        place = next((device for _, device, _, _ in parts if device is not None), None)
+        return base.__name__, place, sum(sizes) if len(sizes) == len(parts) else None, any(part[3] for part in parts)
     if kind is str or kind is bytes or kind is getattr(sys.modules.get("numpy"), "ndarray", None):
         return kind.__name__, None, len(item) if kind is str or kind is bytes else item.nbytes, False
     return class_name(item), None, _ATOM_BYTES.get(id(kind)), False

@@ -28,7 +28,13 @@ from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
 from dpmon.report import tables
 from dpmon.report.health import Health, assess_health, assess_live_run
-from dpmon.report.report_json import communication_fields, loss_fields, progress_fields, rank_time_members
+from dpmon.report.report_json import (
+    communication_fields,
+    loss_fields,
+    memory_trend_fields,
+    progress_fields,
+    rank_time_members,
+)
 from dpmon.run.output_target import is_stream, open_stream, open_truncated
 from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
 from dpmon.run.run_reader import RunReader
@@ -179,6 +185,7 @@ def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now
         members["communication"] = communication_members
     members["devices"] = [dict(track.data) for _, track in sorted(snapshot.devices.items())]
     members["host"] = dict(snapshot.host.data) or None
+    members["memory_trends"] = [memory_trend_fields(trend) for trend in snapshot.memory_trends]
     members["warnings"] = snapshot.warning_count
     members["dropped"] = snapshot.missed
     members["absent"] = absent

@@ -52,6 +52,7 @@ from dpmon.store.device_rollups import read_device_minutes
 from dpmon.store.events import iter_events, read_events
 from dpmon.store.gaps import Gap, read_gaps
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
+from dpmon.store.memory_growth import MemoryTrend
 from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats
 from dpmon.store.steps import StepRow, find_next_step_ns, read_longest_steps, read_steps
@@ -214,6 +215,11 @@ class RunAnalysis(LazyFacts):
     def memory(self) -> list[DeviceMemory]:
         """The memory of each device, for the processes that trained last."""
         return self.state.device_memory
+
+    @cached_property
+    def memory_trends(self) -> list[MemoryTrend]:
+        """Whether memory grows, on the host and on each GPU."""
+        return self.state.memory_trends
 
     # ------------------------------------------------------------------------------------------ modes
 

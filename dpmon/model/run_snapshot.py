@@ -44,6 +44,7 @@ from dpmon.stalls.run_state import StateInputs
 from dpmon.store.collectives import CollectiveSums, LastSample, read_collective_sums, read_last_sample
 from dpmon.store.events import newest_event_id, read_newest_memory
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
+from dpmon.store.memory_growth import MemoryTrend, read_memory_trends
 from dpmon.store.shapes import read_wrapper_types
 from dpmon.store.step_stats import Rate, StatsWindow, StepStats, compute_step_stats
 from dpmon.store.steps import find_step_number, read_first_activity_ns, read_newest_activity, read_newest_steps
@@ -715,6 +716,11 @@ class RunSnapshot(LazyFacts):
         return self._samples.host_history()
 
     @cached_property
+    def memory_trends(self) -> list[MemoryTrend]:
+        """Whether memory grows, on the host and on each GPU; up to some seconds old."""
+        return self.read_at_most_every(_MAX_AGE_S, "memory trends", lambda: read_memory_trends(self.store))
+
+    @cached_property
     def losses(self) -> tuple[LossCurve, ...]:
         """The losses of the representative process, over the time of its columns."""
         return () if self.representative is None else self.representative.losses
@@ -935,7 +941,7 @@ class RunSnapshot(LazyFacts):
 
 _NOTHING: dict[str, Any] = {
     **{name: {} for name in ("processes", "devices", "kind_words", "range_stats", "rank_by_process")},
-    **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "drawn", "trained_processes"), ()),
+    **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "memory_trends", "drawn", "trained_processes"), ()),
     **dict.fromkeys(("at_ns", "unfit", "communication", "rank_waits", "last_sample")),
     **dict.fromkeys(("missed", "open_calls"), 0),
     "host": DeviceHistory(),

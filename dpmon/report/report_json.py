@@ -19,11 +19,17 @@ from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING
 from dpmon.report import tables
 from dpmon.report.report_data import ReportData
 from dpmon.store.loss_table import LossBin
+from dpmon.store.memory_growth import MemoryTrend
 from dpmon.store.step_stats import quantities_to_json, rate_to_json
 from dpmon.text.fact_table import fields_of
 
 _MAX_GAPS = 100
 _MEMORY_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
+MEMORY_TREND = (
+    *("device", "process", "node", "is_growing", "steps_per_s", "used_bytes", "limit", "limit_bytes", "room_bytes"),
+    *("steps_left", "seconds_left", "matters"),
+)
+"""The members of a memory trend, with those of its growth."""
 _NO_TIMES = RankTimes(-1, -1, 0, None, {})
 _ELSEWHERE = ("number", "iteration", "comm_ns", "overlap_ns", "no_sync_times", "group", "all_used")
 _WRAPPER = tuple(name for name in Wrapper._fields if name not in _ELSEWHERE)
@@ -82,6 +88,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             }
             for memory in run.memory
         ],
+        "memory_trends": [memory_trend_fields(trend) for trend in run.memory_trends],
         "compared": _mode_comparison_members(run),
         "mode_changes": [
             {
@@ -163,6 +170,11 @@ def rank_time_members(times: RankTimes | None) -> dict[str, object]:
     times = _NO_TIMES if times is None else times
     slowest = times.slowest if times.joined else None
     return {**tables.RANK_TIMES.as_json(times), "slowest": slowest, "joined_steps": times.joined}
+
+
+def memory_trend_fields(trend: MemoryTrend) -> dict[str, object]:
+    """Return the members of the growth of some memory."""
+    return {**trend.growth._asdict(), **fields_of(trend, *MEMORY_TREND)}
 
 
 def _host_members(hosts: Sequence[DeviceUsage], host_usage: HostUsage | None) -> dict[str, object] | None:

@@ -1,6 +1,6 @@
 """Whether the memory of a run grows from step to step, and when it reaches its limit: host memory, and each GPU.
 
-Memory rises for reasons that are no leak. The estimate must resist each of them:
+Memory rises for reasons that are no leak. The estimate resists each of them:
 
 - first steps, caches that fill up, larger batches: only the settled part of the run counts. It begins after the warm-up
   steps and after the last batch that was larger than all before; of the rest, the first quarter is left out.
@@ -18,13 +18,15 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import sqrt
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dpmon.record.record_types import Event
 from dpmon.record.schema import SECOND, WARM_UP_STEPS, step_kind
 from dpmon.store.device_rollups import DEVICE_ROLLUPS
-from dpmon.store.events import HOST, IS_SAMPLE, read_events, read_newest_memory, read_sample
+from dpmon.store.events import HOST, IS_SAMPLE, read_events, read_newest_memory
 from dpmon.store.rollups import BEFORE_S
+from dpmon.store.table import LAST_NS
 from dpmon.store.tally_tables import read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 
@@ -33,23 +35,21 @@ if TYPE_CHECKING:
 
 HOST_NAME = "host"
 NEWEST_S = 3600
-"""Growth is estimated over the newest hour; for host memory of a longer run also over all of it, from minutes."""
-MAX_POINTS = 600
+"""Growth is estimated over the newest hour; that of host memory also over the whole run, from means of minutes."""
 MIN_POINTS, MIN_STEPS = 9, 30
-"""Fewest points (samples, or the lowest of several) and fewest steps of the settled part."""
+"""Fewest samples and steps of the settled part."""
 MIN_THIRD_SHARE = 0.6
 MIN_ADDED_BYTES, MIN_ADDED_SHARE = 64 << 20, 0.1
-"""Growth matters from these bytes, and this share of the memory before it, or of that left until the limit. In less, a
-warm-up that takes long looks alike."""
+"""Growth matters from these bytes, and from this share of the memory before it or of that left until the limit. With
+less, a long warm-up looks alike."""
 HORIZON_S = 24 * 3600
-"""Growth matters if it reaches the limit within a day: the number of steps that a script plans is unknown."""
+"""Growth matters if it reaches the limit within a day: how many steps a script plans is unknown."""
 _T_975 = {9: 2.571, 15: 2.262}
 """Student's t for the trimmed differences of so many blocks."""
-_LARGER = 1.02
-"""Smallest ratio of a larger batch to the largest one before it."""
-_MAX_PROCESSES, _MAX_GPUS = 16, 64
-Points = Sequence[tuple[float, float]]
-"""Steps so far and bytes, in order of time."""
+_MIN_LARGER = 1.02
+_MAX_PROCESSES, _MAX_GPUS, _MAX_BUCKETS = 16, 64, 600
+Samples = Sequence[tuple[float, float]]
+"""Times (ns since the run's start), or steps so far, and bytes; in order."""
 
 
 class Growth(NamedTuple):
@@ -93,7 +93,9 @@ class MemoryTrend(NamedTuple):
     @property
     def steps_left(self) -> int | None:
         """Steps until the limit at this rate; None if it does not grow, or if the limit is unknown."""
-        return int(self.room_bytes / self.growth.step_bytes) if self.is_growing and self.room_bytes else None
+        if not self.is_growing or self.room_bytes is None:
+            return None
+        return int(self.room_bytes / self.growth.step_bytes)
 
     @property
     def seconds_left(self) -> float | None:
@@ -109,8 +111,8 @@ class MemoryTrend(NamedTuple):
         return self.growth.added_bytes >= max(MIN_ADDED_BYTES, MIN_ADDED_SHARE * base_bytes)
 
 
-def estimate_growth(points: Points) -> Growth | None:
-    """Return the growth over points of the settled part; None if they are too few."""
+def estimate_growth(points: Samples) -> Growth | None:
+    """Return the growth over points (steps so far, bytes) of the settled part; None if they are too few."""
     if len(points) < MIN_POINTS or points[-1][0] - points[0][0] < MIN_STEPS:
         return None
     blocks = 15 if len(points) >= 30 else 9
@@ -118,75 +120,57 @@ def estimate_growth(points: Points) -> Growth | None:
     block_steps = (last_step - first_step) / blocks
     ends = [bisect_left(points, (first_step + index * block_steps, 0.0)) for index in range(1, blocks)]
     lows: list[float] = []
-    for start, end in pairwise((0, *ends, len(points))):
-        # A block without samples keeps the value before it.
-        lows.append(min(value for _, value in points[min(start, end - 1) : end]))
+    for begin, end in pairwise((0, *ends, len(points))):  # a block without samples has the value before it
+        lows.append(min(used for _, used in points[min(begin, end - 1) : end]))
     for index in reversed(range(blocks - 1)):
         lows[index] = min(lows[index], lows[index + 1])
     differences = sorted(after - before for before, after in pairwise(lows))
     cut = len(differences) // 6
     middle = differences[cut:-cut]
     winsorized = [middle[0]] * cut + middle + [middle[-1]] * cut
-    mean, center = fmean(middle), fmean(winsorized)
-    deviation = sqrt(sum((value - center) ** 2 for value in winsorized) / (len(winsorized) - 1))
-    margin = _T_975[blocks] * deviation * sqrt(len(winsorized)) / len(middle)
-    added = lows[-1] - lows[0]
+    margin = _T_975[blocks] * stdev(winsorized) * sqrt(len(winsorized)) / len(middle)
+    rate, added = fmean(middle), lows[-1] - lows[0]
     thirds = [after - before for before, after in pairwise((lows[0], *lows[blocks // 3 - 1 :: blocks // 3]))]
     lasts = added > 0 and min(thirds) >= MIN_THIRD_SHARE * added / 3
-    step_bytes, step_margin = mean / block_steps, margin / block_steps
-    low, high = step_bytes - step_margin, step_bytes + step_margin
-    return Growth(step_bytes, low, high, lasts, added, last_step - first_step)
+    low, high = (rate - margin) / block_steps, (rate + margin) / block_steps
+    return Growth(rate / block_steps, low, high, lasts, added, last_step - first_step)
 
 
 def read_memory_trends(store: Store) -> list[MemoryTrend]:
     """Return the trend of host memory (of each node), then of each GPU of each process, as far as they are known."""
-    processes = [
-        ring.process for ring in store.rings.values() if ring.process >= 0 and ring.last_steps[store.main_kind]
-    ]
-    processes.sort(key=store.last_id, reverse=True)
+    rings = [ring for ring in store.rings.values() if ring.process >= 0 and ring.last_steps[store.main_kind]]
+    processes = sorted([ring.process for ring in rings], key=store.last_id, reverse=True)[:_MAX_PROCESSES]
     if not processes:
         return []
-    window = _Window(store, processes[0])
-    trends = _read_host_trends(store, window)
-    for process, event in sorted(read_newest_memory(store, processes[:_MAX_PROCESSES]).items()):
-        for device in event.data["devices"]:
-            trend = _read_gpu_trend(store, window, process, device)
-            if trend is not None:
-                trends.append(trend)
-    return trends
+    steps = _StepCount(store, processes[0])
+    trends = _read_host_trends(store, steps)
+    gpus = read_events(store, "device", limit=_MAX_GPUS)
+    for process, event in sorted(read_newest_memory(store, processes).items()):
+        trends += [_read_gpu_trend(store, steps, process, device, gpus) for device in event.data["devices"]]
+    return [trend for trend in trends if trend is not None]
 
 
-Samples = list[tuple[int, float]]
-"""Times (ns since the run's start) and bytes, in order."""
-
-
-class _Window:
-    """The newest hour of the steps of the main kind, and how many had ended at each time."""
+class _StepCount:
+    """How many steps of the main kind of a process had ended at each time."""
 
     def __init__(self, store: Store, process: int) -> None:
-        """`process`: whose steps count."""
         self.end_s = min(store.newest_s + 1, store.until_ns // SECOND)
-        widest = max((width for width in WIDTHS if width * MAX_POINTS <= self.end_s), default=1)
-        self._ends: list[tuple[float, float]] = []
+        self.newest_ns = max(self.end_s - NEWEST_S, 0) * SECOND
+        """When the newest hour began."""
+        widest = max((width for width in WIDTHS if width * _MAX_BUCKETS <= self.end_s), default=1)
+        self._ends: list[tuple[float, float]] = [(0, 0)]
         """Times (ns), and the steps that had ended by then."""
-        steps = 0
         rows = read_tally_rows(store, 0, self.end_s, process=process, series=(), sketches=False, widest=widest)
         for start_s, width_s, key, tally in rows:
             if step_kind(key.kind) == store.main_kind:
-                steps += tally.steps
-                self._ends.append(((start_s + width_s) * SECOND, steps))
-        warm_ns = next((end_ns for end_ns, count in self._ends if count > WARM_UP_STEPS), 0)
+                self._ends.append(((start_s + width_s) * SECOND, self._ends[-1][1] + tally.steps))
+        warm_ns = next((end_ns for end_ns, count in self._ends if count > WARM_UP_STEPS), LAST_NS)
         self._settled_ns = max(warm_ns, _last_larger_batch_ns(store, process))
-        self.begin_s = max(self.end_s - NEWEST_S, 0)
-        self.point_s = -(-(self.end_s - self.begin_s) // MAX_POINTS)
-        """Length of the time (s) of which the lowest sample counts."""
 
     def _steps_at(self, t_ns: float) -> float:
-        index = bisect_left(self._ends, (t_ns, 0.0))
-        if index in (0, len(self._ends)):
-            return self._ends[-1][1] if index else 0.0
+        index = min(max(bisect_left(self._ends, (t_ns, 0.0)), 1), len(self._ends) - 1)
         (begin_ns, before), (end_ns, after) = self._ends[index - 1 : index + 1]
-        return before + (after - before) * (t_ns - begin_ns) / max(end_ns - begin_ns, 1)
+        return before + (after - before) * min((t_ns - begin_ns) / max(end_ns - begin_ns, 1), 1)
 
     def trend(self, device: str, process: int | None, samples: Samples) -> MemoryTrend | None:
         """Return the trend of the settled part of some samples, without its limit; None if they are too few."""
@@ -195,11 +179,10 @@ class _Window:
             return None
         (first_step, _, _), (last_step, used, end_ns) = settled[0], settled[-1]
         settled = [point for point in settled if point[0] >= first_step + (last_step - first_step) / 4]
-        growth = estimate_growth([(step, value) for step, value, _ in settled])
+        growth = estimate_growth([(step, used) for step, used, _ in settled])
         if growth is None:
             return None
-        seconds = (end_ns - settled[0][2]) / SECOND
-        return MemoryTrend(device, process, growth, growth.steps / seconds, used)
+        return MemoryTrend(device, process, growth, growth.steps * SECOND / (end_ns - settled[0][2]), used)
 
 
 def _last_larger_batch_ns(store: Store, process: int) -> int:
@@ -213,63 +196,57 @@ def _last_larger_batch_ns(store: Store, process: int) -> int:
     )
     largest, last_seq = 0.0, 0
     for seq, byte_count in store.query(query, (process,)):
-        if byte_count > _LARGER * largest:
+        if byte_count > _MIN_LARGER * largest:
             largest, last_seq = byte_count, seq
     rows = store.query("SELECT min(start_s) FROM tallies WHERE width = 1 AND seq >= ?", (last_seq,))
     return next(((start_s - store.origin_s + 1) * SECOND for (start_s,) in rows if start_s is not None), 0)
 
 
-def _read_host_trends(store: Store, window: _Window) -> list[MemoryTrend]:
-    used = "json_extract(json, '$.run_mem_bytes')"
-    query = (  # the other columns of a group are those of the row with the lowest value
-        f"SELECT process, t_ns, min({used}), max(id) FROM events WHERE kind = 'host' AND {IS_SAMPLE} AND t_ns >= ?"
-        f" AND t_ns < ? AND typeof({used}) = 'integer' GROUP BY process, t_ns / ? ORDER BY process, t_ns"
-    )
-    times = (seconds * SECOND for seconds in (window.begin_s, window.end_s, window.point_s))
-    samples: dict[int | None, Samples] = {}
-    newest_ids: dict[int | None, int] = {}
-    for source, t_ns, byte_count, newest_id in store.query(query, tuple(times)):
-        samples.setdefault(source, []).append((t_ns, byte_count))
-        newest_ids[source] = newest_id
-    trends = []
-    for source, newest_id in newest_ids.items():
-        trend = window.trend(HOST_NAME, None, samples[source])
-        if source is None and window.begin_s > 0:
-            whole = window.trend(HOST_NAME, None, _read_host_minutes(store, window.end_s))
+def _read_host_trends(store: Store, steps: _StepCount) -> list[MemoryTrend | None]:
+    names = "run_mem_bytes", "mem_limit", "mem_limit_bytes", "mem_room_bytes"
+    values = ", ".join(f"json_extract(json, '$.{name}')" for name in names)
+    condition = f"kind = 'host' AND {IS_SAMPLE} AND t_ns BETWEEN ? AND ? ORDER BY t_ns"
+    query = f"SELECT process, t_ns, {values} FROM events WHERE {condition}"
+    samples: dict[int | None, list[tuple[float, float]]] = {}
+    limits: dict[int | None, Sequence[Any]] = {}
+    for source, t_ns, used, *limit in store.query(query, (steps.newest_ns, steps.end_s * SECOND)):
+        if used is not None:
+            samples.setdefault(source, []).append((t_ns, used))
+            limits[source] = limit
+    trends: list[MemoryTrend | None] = []
+    for source, (limit, limit_bytes, room_bytes) in limits.items():
+        trend = steps.trend(HOST_NAME, None, samples[source])
+        if source is None and steps.newest_ns > 0:
+            whole = steps.trend(HOST_NAME, None, _read_host_minutes(store, steps.end_s))
             trend = whole if whole is not None and whole.is_growing else trend
-        newest = read_sample(store, newest_id)
-        if trend is None or newest is None:
-            continue
-        data, node = newest.data, None if source is None else -1 - source
-        limit, total, room = (data.get(name) for name in ("mem_limit", "mem_limit_bytes", "mem_room_bytes"))
-        trends.append(trend._replace(node=node, limit=limit, limit_bytes=total, room_bytes=room))
+        if trend is not None:
+            node = None if source is None else -1 - source
+            trends.append(trend._replace(node=node, limit=limit, limit_bytes=limit_bytes, room_bytes=room_bytes))
     return trends
 
 
 def _read_host_minutes(store: Store, end_s: int) -> Samples:
     condition = "WHERE device = ? AND name = 'run_mem_bytes' AND start_s > ? AND start_s < ? ORDER BY start_s"
     rows = DEVICE_ROLLUPS.select(store.connection, condition, (HOST, BEFORE_S, end_s + store.origin_s - 60))
-    minutes = [((row.start_s - store.origin_s + 30) * SECOND, row.total / row.count) for row in rows]
-    return minutes[:: len(minutes) // MAX_POINTS + 1]
+    return [((row.start_s - store.origin_s + 30) * SECOND, row.total / row.count) for row in rows]
 
 
-def _read_gpu_trend(store: Store, window: _Window, process: int, device: Mapping[str, Any]) -> MemoryTrend | None:
-    """Return the trend of the tensors of a process on a GPU, an entry of its newest `memory` record."""
-    used = "json_extract(part.value, '$.allocated_bytes')"
+def _read_gpu_trend(
+    store: Store, steps: _StepCount, process: int, device: Mapping[str, Any], gpus: Sequence[Event]
+) -> MemoryTrend | None:
+    """Return the trend of the tensors of a process on a GPU. `device`: its entry in the newest `memory` record."""
     query = (
-        f"SELECT t_ns, min({used}) FROM events, json_each(events.json, '$.devices') AS part WHERE kind = 'memory'"
-        " AND process = ? AND t_ns >= ? AND t_ns < ? AND json_extract(part.value, '$.device') = ?"
-        f" AND typeof({used}) = 'integer' GROUP BY t_ns / ? ORDER BY t_ns"
+        "SELECT t_ns, json_extract(part.value, '$.allocated_bytes') AS used FROM events,"
+        " json_each(events.json, '$.devices') AS part WHERE kind = 'memory' AND process = ? AND t_ns BETWEEN ? AND ?"
+        " AND json_extract(part.value, '$.device') = ? AND used IS NOT NULL ORDER BY t_ns"
     )
-    begin_ns, end_ns, point_ns = (seconds * SECOND for seconds in (window.begin_s, window.end_s, window.point_s))
-    rows = store.query(query, (process, begin_ns, end_ns, device["device"], point_ns))
-    trend = window.trend(device["device"], process, rows)
-    if trend is None:
-        return None
-    for gpu in read_events(store, "device", limit=_MAX_GPUS):
-        ordinals = gpu.data.get("ordinals") or ()
+    name = device["device"]
+    samples = store.query(query, (process, steps.newest_ns, steps.end_s * SECOND, name))
+    trend = steps.trend(name, process, samples)
+    for gpu in gpus:
         total, in_use = gpu.data.get("mem_total_bytes"), gpu.data.get("mem_used_bytes")
-        if {"process": process, "device": device["device"]} in ordinals and total is not None and in_use is not None:
+        is_same = {"process": process, "device": name} in (gpu.data.get("ordinals") or ())
+        if trend is not None and is_same and total is not None and in_use is not None:
             # The allocator gives its cache to new tensors before it asks the driver for more.
             cached = device["reserved_bytes"] - device["allocated_bytes"]
             room = total - in_use - (gpu.data.get("mem_reserved_bytes") or 0) + cached

@@ -420,7 +420,7 @@ def assert_same_contents(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "devices", "memory", "longest_steps"), ()),
-    **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
+    **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes", "memory_trends"), ()),
     **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "processes": [], "announced": RunEvents(),
     "until_ns": 0, "_ranks": {},

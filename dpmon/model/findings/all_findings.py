@@ -15,6 +15,7 @@ from dpmon.model.findings.device_findings import (
 from dpmon.model.findings.failure_findings import find_failure, find_invalid_losses, find_quiet_end
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes
+from dpmon.model.findings.memory_findings import find_memory_growth
 from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.findings.time_findings import (
     find_costly_evaluation,
@@ -33,11 +34,12 @@ from dpmon.record.schema import SECOND
 
 MIN_SAVED_SHARE = 0.02
 """A finding is omitted if its advice saves less than this share of the time of steps and between them."""
-_FIRST_KINDS = ("failed", "loss", "quiet", "stall")
-"""Kinds that come before all others: the run failed or stood still."""
+_FIRST_KINDS = ("failed", "loss", "quiet", "stall", "memory")
+"""Kinds that come before all others: the run failed, stood still, or will fail."""
 _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
     *(
         find_failure,
+        find_memory_growth,
         find_data_waits,
         find_slow_copies,
         find_slow_dp,

@@ -1,4 +1,4 @@
-"""A training that caches a table for each shape of a batch, where nearly every batch has another shape: 1 MiB a step."""
+"""A training that caches a table for each shape of a batch, and nearly every batch has another shape: 1 MiB a step."""
 
 import random
 import sys

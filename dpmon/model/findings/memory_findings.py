@@ -1,0 +1,61 @@
+"""Finds memory that grows from step to step until it reaches its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dpmon.model.findings.finding import Finding
+from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
+from dpmon.text.formatting import format_bytes, format_count, format_count_with_noun
+
+if TYPE_CHECKING:
+    from dpmon.model.run_analysis import RunAnalysis
+
+KIND = "memory"
+_ADVICE = (
+    "look for what each step adds to: sums and lists of losses or outputs that keep their graph (.item(), .detach()),"
+    " caches without a limit, buffers of hooks"
+)
+
+
+def memory_owner(trend: MemoryTrend) -> str:
+    """Return whose memory it is: "memory of the run", "memory on cuda:0"."""
+    if trend.device != HOST_NAME:
+        return f"memory on {trend.device}"
+    return "memory of the run" if trend.node is None else f"memory of the run on node {trend.node}"
+
+
+def time_until_limit(trend: MemoryTrend) -> str:
+    """Return when memory that grows reaches its limit: "40 min"."""
+    seconds = trend.seconds_left or 0.0
+    for unit_s, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def find_memory_growth(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for the memory that grows and reaches its limit first."""
+    trends = [trend for trend in run.memory_trends if trend.matters]
+    for trend in sorted(trends, key=lambda trend: trend.seconds_left or 0.0)[:1]:
+        growth, owner = trend.growth, memory_owner(trend).capitalize()
+        if trend.process is not None and run.names:
+            owner += f" of {run.names.get(trend.process, f'process {trend.process}')}"
+        tense = "is" if run.end_ns is None else "would be"
+        steps_left = format_count(round_to_two_digits(trend.steps_left or 0))
+        low, high = format_bytes(growth.low_bytes), format_bytes(growth.high_bytes)
+        yield Finding(
+            KIND,
+            f"{owner} grows {format_bytes(growth.step_bytes)} a step; the limit ({format_bytes(trend.limit_bytes)};"
+            f" {trend.limit}) {tense} reached in about {steps_left} steps, {time_until_limit(trend)}.",
+            f"95%: {low} to {high} a step; {format_bytes(growth.added_bytes)} more over"
+            f" {format_count_with_noun(int(growth.steps), 'step')}, now {format_bytes(trend.used_bytes)}",
+            _ADVICE,
+            1.0,
+        )
+
+
+def round_to_two_digits(count: int) -> int:
+    """Return a count with two digits that are not zero: the growth is not known better."""
+    return round(count, 2 - len(str(count)))

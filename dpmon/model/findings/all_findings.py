@@ -15,7 +15,7 @@ from dpmon.model.findings.device_findings import (
 from dpmon.model.findings.failure_findings import find_failure, find_invalid_losses, find_quiet_end
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes
-from dpmon.model.findings.memory_findings import find_memory_growth
+from dpmon.model.findings.memory_findings import find_full_shared_memory, find_memory_growth
 from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.findings.time_findings import (
     find_costly_evaluation,
@@ -40,6 +40,7 @@ _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
     *(
         find_failure,
         find_memory_growth,
+        find_full_shared_memory,
         find_data_waits,
         find_slow_copies,
         find_slow_dp,

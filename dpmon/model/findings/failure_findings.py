@@ -9,6 +9,7 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes, process_suffix
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.slow_steps import WAITING_TEXT, overlap_ns
+from dpmon.store.events import read_events
 from dpmon.text.formatting import format_elapsed, format_long_duration
 
 if TYPE_CHECKING:
@@ -79,10 +80,16 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"An exception ended the run: {run.raised}.",
-            "the first exception that was not caught; later ones are usually consequences of it",
+            f"the first exception that was not caught; later ones are usually consequences of it{_memory_note(run)}",
             "read the traceback at the end of the output",
             1.0,
         )
+
+
+def _memory_note(run: RunAnalysis) -> str:
+    """Return what the supervisor recorded about a lack of memory at the end, after "; "; empty for another cause."""
+    causes = [event.data.get("cause") or "" for event in read_events(run.store, "exit")]
+    return next((cause.removeprefix(run.raised or "") for cause in causes if cause.startswith(f"{run.raised}; ")), "")
 
 
 def find_invalid_losses(run: RunAnalysis) -> Iterator[Finding]:

@@ -6,13 +6,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import process_suffix
+from dpmon.store.events import read_events
 from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
-from dpmon.text.formatting import format_bytes, format_count, format_count_with_noun
+from dpmon.text.formatting import format_bytes, format_bytes_of_total, format_count, format_count_with_noun
+from dpmon.text.memory_text import describe_growth
 
 if TYPE_CHECKING:
     from dpmon.model.run_analysis import RunAnalysis
 
 KIND = "memory"
+_MAX_RECORDS, _MAX_NAMES = 64, 3
+_FULL_SHARE, _SHM_SAMPLES = 0.9, 30
+"""/dev/shm is nearly full from this share on, in any of so many newest samples."""
 _ADVICE = (
     "look for what each step adds to: sums and lists of losses or outputs that keep their graph (.item(), .detach()),"
     " caches without a limit, buffers of hooks"
@@ -49,9 +55,39 @@ def find_memory_growth(run: RunAnalysis) -> Iterator[Finding]:
             KIND,
             f"{owner} grows {format_bytes(growth.step_bytes)} a step; the limit ({format_bytes(trend.limit_bytes)};"
             f" {trend.limit}) {tense} reached in about {steps_left} steps, {time_until_limit(trend)}.",
-            f"95%: {low} to {high} a step; {format_bytes(growth.added_bytes)} more over"
+            f"{_found_names(run, trend)}95%: {low} to {high} a step; {format_bytes(growth.added_bytes)} more over"
             f" {format_count_with_noun(int(growth.steps), 'step')}, now {format_bytes(trend.used_bytes)}",
             _ADVICE,
+            1.0,
+        )
+
+
+def _found_names(run: RunAnalysis, trend: MemoryTrend) -> str:
+    """Return what the training processes found to grow, by name, followed by "; "; empty if it is not known."""
+    newest = {event.data["process"]: event.data for event in read_events(run.store, "growth", limit=_MAX_RECORDS)}
+    texts = [
+        f"{text}{process_suffix(process, run)}; "
+        for process, data in sorted(newest.items())
+        for text in describe_growth(data)
+        if trend.process in (None, process) and (data["names"] or data["allocations"])
+    ]
+    return "".join(texts[:_MAX_NAMES])
+
+
+def find_full_shared_memory(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding if /dev/shm is nearly full while loader workers, which send batches through it, run."""
+    workers = max((loader.workers or 0 for loader in run.loaders), default=0)
+    samples = read_events(run.store, "host", limit=_SHM_SAMPLES) if workers else []
+    used_bytes = max((sample.data.get("shm_used_bytes") or 0 for sample in samples), default=0)
+    total_bytes = next((sample.data.get("shm_total_bytes") for sample in reversed(samples)), None)
+    if total_bytes and used_bytes >= _FULL_SHARE * total_bytes:
+        yield Finding(
+            KIND,
+            f"/dev/shm is nearly full: {format_bytes_of_total(used_bytes, total_bytes)}. A loader worker that finds no"
+            " room there ends with a bus error.",
+            f"the most in the last {format_count_with_noun(len(samples), 'sample')}; up to"
+            f" {format_count_with_noun(workers, 'worker')} of a loader send batches through it",
+            "a larger /dev/shm (docker run --shm-size 8g, or --ipc=host), fewer workers, a smaller prefetch_factor",
             1.0,
         )
 

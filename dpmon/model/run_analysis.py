@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, build_communication
@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 MAX_LONG_STEPS = 64
 """Most long steps to read per mode, and to judge in total."""
 MAX_GAPS = 10_000
+MEMORY_EVENTS = 64
+"""Most records of each kind to read for what memory holds; one sample per second."""
 MAX_EPOCHS = 10_000
 ACTIVE = ("training", "evaluation", "forward_only", "between")
 """The activities in which the training goes on."""
@@ -220,6 +222,12 @@ class RunAnalysis(LazyFacts):
     def memory_trends(self) -> list[MemoryTrend]:
         """Whether memory grows, on the host and on each GPU."""
         return self.state.memory_trends
+
+    @cached_property
+    def memory_events(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """The newest records, by kind, that say what memory holds and why it was too little."""
+        kinds = "growth", "host", "exit"
+        return {kind: [event.data for event in read_events(self.store, kind, limit=MEMORY_EVENTS)] for kind in kinds}
 
     # ------------------------------------------------------------------------------------------ modes
 

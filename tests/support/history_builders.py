@@ -423,7 +423,7 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes", "memory_trends"), ()),
     **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "processes": [], "announced": RunEvents(),
-    "until_ns": 0, "_ranks": {},
+    "until_ns": 0, "_ranks": {}, "memory_events": {"growth": [], "host": [], "exit": []},
     "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS, between_activities=["between"]),
 }  # fmt: skip
 

@@ -9,7 +9,6 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes, process_suffix
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.slow_steps import WAITING_TEXT, overlap_ns
-from dpmon.store.events import read_events
 from dpmon.text.formatting import format_elapsed, format_long_duration
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
 
 def _memory_note(run: RunAnalysis) -> str:
     """Return what the supervisor recorded about a lack of memory at the end, after "; "; empty for another cause."""
-    causes = [event.data.get("cause") or "" for event in read_events(run.store, "exit")]
+    causes = [data.get("cause") or "" for data in run.memory_events["exit"]]
     return next((cause.removeprefix(run.raised or "") for cause in causes if cause.startswith(f"{run.raised}; ")), "")
 
 

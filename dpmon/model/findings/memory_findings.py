@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import process_suffix
-from dpmon.store.events import read_events
 from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
 from dpmon.text.formatting import format_bytes, format_bytes_of_total, format_count, format_count_with_noun
 from dpmon.text.memory_text import describe_growth
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
     from dpmon.model.run_analysis import RunAnalysis
 
 KIND = "memory"
-_MAX_RECORDS, _MAX_NAMES = 64, 3
-_FULL_SHARE, _SHM_SAMPLES = 0.9, 30
-"""/dev/shm is nearly full from this share on, in any of so many newest samples."""
+_MAX_NAMES = 3
+_FULL_SHARE = 0.9
+"""/dev/shm is nearly full from this share on."""
 _ADVICE = (
     "look for what each step adds to: sums and lists of losses or outputs that keep their graph (.item(), .detach()),"
     " caches without a limit, buffers of hooks"
@@ -64,7 +63,7 @@ def find_memory_growth(run: RunAnalysis) -> Iterator[Finding]:
 
 def _found_names(run: RunAnalysis, trend: MemoryTrend) -> str:
     """Return what the training processes found to grow, by name, followed by "; "; empty if it is not known."""
-    newest = {event.data["process"]: event.data for event in read_events(run.store, "growth", limit=_MAX_RECORDS)}
+    newest = {data["process"]: data for data in run.memory_events["growth"]}
     texts = [
         f"{text}{process_suffix(process, run)}; "
         for process, data in sorted(newest.items())
@@ -77,10 +76,10 @@ def _found_names(run: RunAnalysis, trend: MemoryTrend) -> str:
 def find_full_shared_memory(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if /dev/shm is nearly full while loader workers, which send batches through it, run."""
     workers = max((loader.workers or 0 for loader in run.loaders), default=0)
-    samples = read_events(run.store, "host", limit=_SHM_SAMPLES) if workers else []
-    used_bytes = max((sample.data.get("shm_used_bytes") or 0 for sample in samples), default=0)
-    total_bytes = next((sample.data.get("shm_total_bytes") for sample in reversed(samples)), None)
-    if total_bytes and used_bytes >= _FULL_SHARE * total_bytes:
+    samples = run.memory_events["host"]
+    used_bytes = max((sample.get("shm_used_bytes") or 0 for sample in samples), default=0)
+    total_bytes = next((sample.get("shm_total_bytes") for sample in reversed(samples)), None)
+    if workers and total_bytes and used_bytes >= _FULL_SHARE * total_bytes:
         yield Finding(
             KIND,
             f"/dev/shm is nearly full: {format_bytes_of_total(used_bytes, total_bytes)}. A loader worker that finds no"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.text.memory_text import describe_growth
+from dpmon.store.growth_text import describe_growth
 from support.tracer_harness import TracedScript, run_untraced
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dpmon.text.formatting import format_bytes
-
 _PLURALS = {"tensor": "tensors", "list": "lists", "dict": "dicts", "tuple": "tuples", "ndarray": "arrays"}
+
+
+def format_mib(byte_count: float | None) -> str:
+    """Return bytes in the unit that suits the limits of memory: "512.0 MiB"; "–" if they are unknown."""
+    return "–" if byte_count is None else f"{byte_count / (1 << 20):,.1f} MiB"
 
 
 def describe_growth(data: Mapping[str, Any]) -> list[str]:
@@ -17,7 +20,7 @@ def describe_growth(data: Mapping[str, Any]) -> list[str]:
     """
     texts = [_describe_name(entry) for entry in data["names"]]
     texts += [
-        f"{line['place']} allocated {format_bytes(line['bytes'])} on GPUs that were not freed"
+        f"{line['place']} allocated {format_mib(line['bytes'])} on GPUs that were not freed"
         for line in data["allocations"]
     ]
     return [*texts, f"not looked at: {', '.join(data['omitted'])}"] if data["omitted"] else texts

@@ -59,11 +59,14 @@ def _is_nearly_full(gpu: MemoryTrend) -> bool:
     return gpu.limit == "GPU" and room_bytes is not None and room_bytes < MIN_FREE_SHARE * (limit_bytes or 0)
 
 
-def add_memory_note(cause: str | None, drain: RingDrain) -> str | None:
-    """Return the cause of the run's end, with what the record says about a lack of memory if `cause` is one."""
+def add_memory_note(cause: str | None, drain: RingDrain, output: str = "") -> str | None:
+    """Return the cause of the run's end, with what the record says about a lack of memory if it is one.
+
+    `output`: the end of the script's output. Of the exception of a loader worker, `cause` has only the class.
+    """
     samples = drain.recorded_events("host", limit=_SHM_SAMPLES)
     parts, device, newest = [cause or ""], HOST_NAME, samples[-1] if samples else {}
-    if _NO_SHM.search(parts[0]) and newest.get("shm_total_bytes"):
+    if cause and _NO_SHM.search(cause + output) and newest.get("shm_total_bytes"):
         used_bytes = max(sample.get("shm_used_bytes") or 0 for sample in samples)
         parts.append(f"{format_mib(used_bytes)} of {format_mib(newest['shm_total_bytes'])} in /dev/shm were used")
     if _NO_MEMORY.search(parts[0]):

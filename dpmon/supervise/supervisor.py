@@ -341,7 +341,8 @@ class Supervisor:
 
         drain.flush(command_ended=True)
         with contextlib.suppress(Exception):  # the status must not be lost
-            exit_info = replace(exit_info, cause=add_memory_note(exit_info.cause, drain))
+            output = read_tail(output_paths(self._directory, self._run_info)[-1], READ_BYTES).decode("utf-8", "replace")
+            exit_info = replace(exit_info, cause=add_memory_note(exit_info.cause, drain, output))
         data = {"status": exit_info.status, "signal": exit_info.signal, "t_s": exit_info.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(exit_info, name)) is not None}
         if not drain.recorded_events("exit"):  # otherwise, a supervisor that was killed later has recorded it

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.fake_devices import SimulatedCuda
+from support.run_harness import Dpmon
 from support.tracer_harness import TracedRun, TracedScript
 
 pytestmark = pytest.mark.simulated
@@ -47,11 +48,11 @@ def test_the_lines_of_allocations_that_were_not_freed(tmp_path: Path, gpus: Simu
     assert (run.status, run.complaints, run.out) == (0, [], "False\n")
     (growth,) = [event.data for event in run.events("growth")]
     (name,) = growth["names"]
-    assert (name["name"], name["type"], name["items"], name["device"], name["line"]) == (
-        "kept", "list", "tensor", "cuda:0", 10
+    assert (name["name"], name["type"], name["items"], name["device"], name["place"]) == (
+        "kept", "list", "tensor", "cuda:0", "script.py:10"
     )  # fmt: skip
     top = growth["allocations"][0]
-    assert (top["line"], top["file"].endswith("script.py")) == (10, True)
+    assert top["place"] == "script.py:10"
     assert top["bytes"] >= growth["steps"] * 64 * 64 * 4
 
 
@@ -62,3 +63,14 @@ def test_a_history_of_the_script_is_left_alone(tmp_path: Path, gpus: SimulatedCu
     (growth,) = [event.data for event in run.events("growth")]
     assert growth["allocations"] == []
     assert growth["absent"] == {"allocations": "the script itself lets torch record allocations"}
+
+
+def test_an_oom_of_a_gpu_is_the_cause_with_what_was_asked_and_free(dpmon: Dpmon, gpus: SimulatedCuda) -> None:
+    text = TRAINS.replace('while not os.path.exists("stop"):', "for _ in range(20):").replace("time.sleep", "#")
+    text += 'torch.empty(2 << 30, dtype=torch.uint8, device="cuda")\n'
+    env = gpus.environment(1)
+    run = dpmon.run(*dpmon.warm(env), "--headless", "--mode", "script", dpmon.script(text), env=env)
+    assert run.status == 1
+    cause = dpmon.exit()["cause"]
+    assert "(script.py:13); cuda:0: 2,048.0 MiB were requested, " in cause
+    assert cause.endswith(" of 1,024.0 MiB were free")

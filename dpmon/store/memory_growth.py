@@ -155,22 +155,24 @@ class _StepCount:
     """How many steps of the main kind of a process had ended at each time."""
 
     def __init__(self, store: Store, process: int) -> None:
-        self.end_s = min(store.newest_s + 1, store.until_ns // SECOND)
-        self.newest_ns = max(self.end_s - NEWEST_S, 0) * SECOND
-        """When the newest hour began."""
-        widest = max((width for width in WIDTHS if width * _MIN_BUCKETS <= self.end_s), default=1)
-        self._ends: list[tuple[float, float]] = [(0, 0)]
+        end_s = min(store.newest_s + 1, store.until_ns // SECOND)
+        widest = max((width for width in WIDTHS if width * _MIN_BUCKETS <= end_s), default=1)
+        self._ends: list[tuple[int, int]] = [(0, 0)]
         """Times (ns), and the steps that had ended by then."""
-        rows = read_tally_rows(store, 0, self.end_s, process=process, series=(STEP,), sketches=False, widest=widest)
+        rows = read_tally_rows(store, 0, end_s, process=process, series=(STEP,), sketches=False, widest=widest)
         for _, _, key, tally in rows:
             if step_kind(key.kind) == store.main_kind:
                 end_ns, steps = self._ends[-1]
                 self._ends.append((max(end_ns, tally.last_ns or 0), steps + tally.steps))
+        self.end_ns, _ = self._ends[-1]
+        """The end of the last step. Later, the process may have freed all memory."""
+        self.newest_ns = max(self.end_ns - NEWEST_S * SECOND, 0)
+        """When the newest hour began."""
         warm_ns = next((end_ns for end_ns, count in self._ends if count > WARM_UP_STEPS), LAST_NS)
         self._settled_ns = max(warm_ns, _last_larger_batch_ns(store, process))
 
     def _steps_at(self, t_ns: float) -> float:
-        index = min(max(bisect_left(self._ends, (t_ns, 0.0)), 1), len(self._ends) - 1)
+        index = min(max(bisect_left(self._ends, (t_ns, 0)), 1), len(self._ends) - 1)
         (begin_ns, before), (end_ns, after) = self._ends[index - 1 : index + 1]
         return before + (after - before) * min((t_ns - begin_ns) / max(end_ns - begin_ns, 1), 1)
 
@@ -211,7 +213,7 @@ def _read_host_trends(store: Store, steps: _StepCount) -> list[MemoryTrend | Non
     query = f"SELECT process, t_ns, {values} FROM events WHERE {condition}"
     samples: dict[int | None, list[tuple[float, float]]] = {}
     limits: dict[int | None, Sequence[Any]] = {}
-    for source, t_ns, used, *limit in store.query(query, (steps.newest_ns, steps.end_s * SECOND)):
+    for source, t_ns, used, *limit in store.query(query, (steps.newest_ns, steps.end_ns)):
         if used is not None:
             samples.setdefault(source, []).append((t_ns, used))
             limits[source] = limit
@@ -219,7 +221,7 @@ def _read_host_trends(store: Store, steps: _StepCount) -> list[MemoryTrend | Non
     for source, (limit, limit_bytes, room_bytes) in limits.items():
         trend = steps.trend(HOST_NAME, None, samples[source])
         if source is None and steps.newest_ns > 0:
-            whole = steps.trend(HOST_NAME, None, _read_host_minutes(store, steps.end_s))
+            whole = steps.trend(HOST_NAME, None, _read_host_minutes(store, steps.end_ns // SECOND))
             trend = whole if whole is not None and whole.is_growing else trend
         if trend is not None:
             node = None if source is None else -1 - source
@@ -241,7 +243,7 @@ def _read_gpu_trend(store: Store, steps: _StepCount, process: int, device: Mappi
         " AND json_extract(part.value, '$.device') = ? AND used IS NOT NULL ORDER BY t_ns"
     )
     name = device["device"]
-    samples = store.query(query, (process, steps.newest_ns, steps.end_s * SECOND, name))
+    samples = store.query(query, (process, steps.newest_ns, steps.end_ns, name))
     trend = steps.trend(name, process, samples)
     if trend is None or store.is_mirror:  # in a mirror, the samples of GPUs have the process numbers of their node
         return trend

@@ -187,6 +187,13 @@ def test_host_memory_that_grows_reaches_its_limit() -> None:
     assert trend.seconds_left == pytest.approx(3 * GIB / (20 * MIB), rel=0.1)
 
 
+def test_memory_that_the_end_of_the_run_frees_has_grown_before() -> None:
+    _, rows = train(60)
+    (trend,) = trends_of(rows, host_samples(90, lambda t: 200 * MIB + t * 20 * MIB if t < 65 else 0))
+    assert trend.matters
+    assert trend.used_bytes == pytest.approx(1400 * MIB, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("per_second", "more"),
     [(0.1 * MIB, {}), (1 * MIB, {"mem_room_bytes": 1000 * GIB}), (20 * MIB, {"mem_room_bytes": None})],

@@ -21,8 +21,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.record.record_types import Event
-from dpmon.record.schema import SECOND, WARM_UP_STEPS, step_kind
+from dpmon.record.schema import SECOND, STEP, WARM_UP_STEPS, step_kind
 from dpmon.store.device_rollups import DEVICE_ROLLUPS
 from dpmon.store.events import HOST, IS_SAMPLE, read_events, read_newest_memory
 from dpmon.store.rollups import BEFORE_S
@@ -47,7 +46,9 @@ HORIZON_S = 24 * 3600
 _T_975 = {9: 2.571, 15: 2.262}
 """Student's t for the trimmed differences of so many blocks."""
 _MIN_LARGER = 1.02
-_MAX_PROCESSES, _MAX_GPUS, _MAX_BUCKETS = 16, 64, 600
+_MAX_PROCESSES, _MAX_GPUS = 16, 64
+_MIN_BUCKETS = 60
+"""Fewest time buckets of which the steps are known; between them, they are interpolated."""
 Samples = Sequence[tuple[float, float]]
 """Times (ns since the run's start), or steps so far, and bytes; in order."""
 
@@ -144,9 +145,9 @@ def read_memory_trends(store: Store) -> list[MemoryTrend]:
         return []
     steps = _StepCount(store, processes[0])
     trends = _read_host_trends(store, steps)
-    gpus = read_events(store, "device", limit=_MAX_GPUS)
     for process, event in sorted(read_newest_memory(store, processes).items()):
-        trends += [_read_gpu_trend(store, steps, process, device, gpus) for device in event.data["devices"]]
+        devices = [device for device in event.data["devices"] if device.get("allocated_bytes") is not None]
+        trends += [_read_gpu_trend(store, steps, process, device) for device in devices]
     return [trend for trend in trends if trend is not None]
 
 
@@ -154,21 +155,24 @@ class _StepCount:
     """How many steps of the main kind of a process had ended at each time."""
 
     def __init__(self, store: Store, process: int) -> None:
-        self.end_s = min(store.newest_s + 1, store.until_ns // SECOND)
-        self.newest_ns = max(self.end_s - NEWEST_S, 0) * SECOND
-        """When the newest hour began."""
-        widest = max((width for width in WIDTHS if width * _MAX_BUCKETS <= self.end_s), default=1)
-        self._ends: list[tuple[float, float]] = [(0, 0)]
+        end_s = min(store.newest_s + 1, store.until_ns // SECOND)
+        widest = max((width for width in WIDTHS if width * _MIN_BUCKETS <= end_s), default=1)
+        self._ends: list[tuple[int, int]] = [(0, 0)]
         """Times (ns), and the steps that had ended by then."""
-        rows = read_tally_rows(store, 0, self.end_s, process=process, series=(), sketches=False, widest=widest)
-        for start_s, width_s, key, tally in rows:
+        rows = read_tally_rows(store, 0, end_s, process=process, series=(STEP,), sketches=False, widest=widest)
+        for _, _, key, tally in rows:
             if step_kind(key.kind) == store.main_kind:
-                self._ends.append(((start_s + width_s) * SECOND, self._ends[-1][1] + tally.steps))
+                end_ns, steps = self._ends[-1]
+                self._ends.append((max(end_ns, tally.last_ns or 0), steps + tally.steps))
+        self.end_ns, _ = self._ends[-1]
+        """The end of the last step. Later, the process may have freed all memory."""
+        self.newest_ns = max(self.end_ns - NEWEST_S * SECOND, 0)
+        """When the newest hour began."""
         warm_ns = next((end_ns for end_ns, count in self._ends if count > WARM_UP_STEPS), LAST_NS)
         self._settled_ns = max(warm_ns, _last_larger_batch_ns(store, process))
 
     def _steps_at(self, t_ns: float) -> float:
-        index = min(max(bisect_left(self._ends, (t_ns, 0.0)), 1), len(self._ends) - 1)
+        index = min(max(bisect_left(self._ends, (t_ns, 0)), 1), len(self._ends) - 1)
         (begin_ns, before), (end_ns, after) = self._ends[index - 1 : index + 1]
         return before + (after - before) * min((t_ns - begin_ns) / max(end_ns - begin_ns, 1), 1)
 
@@ -209,7 +213,7 @@ def _read_host_trends(store: Store, steps: _StepCount) -> list[MemoryTrend | Non
     query = f"SELECT process, t_ns, {values} FROM events WHERE {condition}"
     samples: dict[int | None, list[tuple[float, float]]] = {}
     limits: dict[int | None, Sequence[Any]] = {}
-    for source, t_ns, used, *limit in store.query(query, (steps.newest_ns, steps.end_s * SECOND)):
+    for source, t_ns, used, *limit in store.query(query, (steps.newest_ns, steps.end_ns)):
         if used is not None:
             samples.setdefault(source, []).append((t_ns, used))
             limits[source] = limit
@@ -217,7 +221,7 @@ def _read_host_trends(store: Store, steps: _StepCount) -> list[MemoryTrend | Non
     for source, (limit, limit_bytes, room_bytes) in limits.items():
         trend = steps.trend(HOST_NAME, None, samples[source])
         if source is None and steps.newest_ns > 0:
-            whole = steps.trend(HOST_NAME, None, _read_host_minutes(store, steps.end_s))
+            whole = steps.trend(HOST_NAME, None, _read_host_minutes(store, steps.end_ns // SECOND))
             trend = whole if whole is not None and whole.is_growing else trend
         if trend is not None:
             node = None if source is None else -1 - source
@@ -231,9 +235,7 @@ def _read_host_minutes(store: Store, end_s: int) -> Samples:
     return [((row.start_s - store.origin_s + 30) * SECOND, row.total / row.count) for row in rows]
 
 
-def _read_gpu_trend(
-    store: Store, steps: _StepCount, process: int, device: Mapping[str, Any], gpus: Sequence[Event]
-) -> MemoryTrend | None:
+def _read_gpu_trend(store: Store, steps: _StepCount, process: int, device: Mapping[str, Any]) -> MemoryTrend | None:
     """Return the trend of the tensors of a process on a GPU. `device`: its entry in the newest `memory` record."""
     query = (
         "SELECT t_ns, json_extract(part.value, '$.allocated_bytes') AS used FROM events,"
@@ -241,14 +243,16 @@ def _read_gpu_trend(
         " AND json_extract(part.value, '$.device') = ? AND used IS NOT NULL ORDER BY t_ns"
     )
     name = device["device"]
-    samples = store.query(query, (process, steps.newest_ns, steps.end_s * SECOND, name))
+    samples = store.query(query, (process, steps.newest_ns, steps.end_ns, name))
     trend = steps.trend(name, process, samples)
-    for gpu in gpus:
+    if trend is None or store.is_mirror:  # in a mirror, the samples of GPUs have the process numbers of their node
+        return trend
+    for gpu in read_events(store, "device", limit=_MAX_GPUS):
         total, in_use = gpu.data.get("mem_total_bytes"), gpu.data.get("mem_used_bytes")
         is_same = {"process": process, "device": name} in (gpu.data.get("ordinals") or ())
-        if trend is not None and is_same and total is not None and in_use is not None:
+        if is_same and total is not None and in_use is not None:
             # The allocator gives its cache to new tensors before it asks the driver for more.
-            cached = device["reserved_bytes"] - device["allocated_bytes"]
+            cached = (device["reserved_bytes"] or device["allocated_bytes"]) - device["allocated_bytes"]
             room = total - in_use - (gpu.data.get("mem_reserved_bytes") or 0) + cached
             trend = trend._replace(limit="GPU", limit_bytes=total, room_bytes=max(room, 0))
     return trend

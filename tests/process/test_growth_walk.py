@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dpmon.record.record_types import Step
 from dpmon.store.growth_text import describe_growth
 from support.tracer_harness import TracedScript, run_untraced
 
@@ -20,8 +21,13 @@ CAUSES = Path(__file__).resolve().parents[1] / "support" / "memory_causes"
 
 def looked_at(script: TracedScript) -> dict[str, Any]:
     """Ask a script what grows; return its record."""
-    script.ring().request_walk()
-    lines, until = script.directory / "process-0.jsonl", time.monotonic() + 240
+    ring, steps, lines = script.ring(), 0, script.directory / "process-0.jsonl"
+    until = time.monotonic() + 240
+    while steps < 5 and time.monotonic() < until:  # before the first step, nothing has a graph
+        steps += sum(isinstance(row, Step) for row in ring.read())
+        time.sleep(0.01)
+    ring.request_walk()
+    ring.close()
     while time.monotonic() < until:
         assert script.process.poll() is None, script.end().err
         for line in lines.read_bytes().splitlines() if lines.exists() else ():
@@ -46,13 +52,15 @@ def test_the_name_of_what_grows_is_that_of_the_documentation(tmp_path: Path, cau
     script.process.kill()
     script.process.wait()
     texts = describe_growth({**growth, "omitted": []})
-    assert re.sub(r" [\d,]+ (?=graphs|tensors)", " N ", "; ".join(texts) or "nothing") == named_in_documentation()[cause]
+    assert (
+        re.sub(r" [\d,]+ (?=graphs|tensors)", " N ", "; ".join(texts) or "nothing") == named_in_documentation()[cause]
+    )
     if growth["names"] and cause != "shape_cache":
         assert growth["names"][0]["count"] >= growth["steps"]
 
 
 IN_A_FUNCTION = """
-import os, time, torch
+import os, sys, time, torch
 from torch import nn
 
 def train():
@@ -66,7 +74,7 @@ def train():
         optimizer.step()
         kept = kept + net(torch.ones(4, 8)).mean()
         time.sleep(0.005)
-    print(sorted(locals()))
+    print(sorted(sys._getframe().f_locals))
 
 train()
 """

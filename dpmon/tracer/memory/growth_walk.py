@@ -105,21 +105,26 @@ class GrowthWalker:
         """Look, wait some steps, look again, find the lines, and record. Yields when the next step may begin."""
         no_history, steps = start_allocation_history(), 0
         allocations: list[dict[str, object]] = []
-        first = _Look({})
-        while not first.run():
-            yield
-        end_ns = monotonic_ns() + MIN_GAP_NS
-        while steps < MIN_GAP_STEPS or monotonic_ns() < end_ns:
-            steps += 1
-            yield
-        second = _Look(first.sizes)
-        while not second.run():
-            yield
-        names, end_ns = second.largest(), 0
-        for _ in second.iter_code(names):
-            if monotonic_ns() > end_ns:
+        try:
+            first = _Look({})
+            while not first.run():
                 yield
-                end_ns = monotonic_ns() + SLICE_NS // 2
+            end_ns = monotonic_ns() + MIN_GAP_NS
+            while steps < MIN_GAP_STEPS or monotonic_ns() < end_ns:
+                steps += 1
+                yield
+            second = _Look(first.sizes)
+            while not second.run():
+                yield
+            names, end_ns = second.largest(), 0
+            for _ in second.iter_code(names):
+                if monotonic_ns() > end_ns:
+                    yield
+                    end_ns = monotonic_ns() + SLICE_NS // 2
+        except Exception:
+            if no_history is None:
+                end_allocation_history()
+            raise
         if no_history is None:
             allocations, no_history = end_allocation_history()
         reasons = {"allocations": no_history} if no_history is not None else {}

@@ -186,6 +186,9 @@ def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now
     members["devices"] = [dict(track.data) for _, track in sorted(snapshot.devices.items())]
     members["host"] = dict(snapshot.host.data) or None
     members["memory_trends"] = [memory_trend_fields(trend) for trend in snapshot.memory_trends]
+    if not snapshot.memory_trends:
+        reasons = snapshot.host.data.get("absent", {})
+        absent["memory_trends"] = reasons.get("run_mem_bytes", "too few steps and samples of memory yet")
     members["warnings"] = snapshot.warning_count
     members["dropped"] = snapshot.missed
     members["absent"] = absent

@@ -187,8 +187,7 @@ def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now
     members["host"] = dict(snapshot.host.data) or None
     members["memory_trends"] = [memory_trend_fields(trend) for trend in snapshot.memory_trends]
     if not snapshot.memory_trends:
-        reasons = snapshot.host.data.get("absent", {})
-        absent["memory_trends"] = reasons.get("run_mem_bytes", "too few steps and samples of memory yet")
+        absent["memory_trends"] = "too few steps, or too few samples of memory (host.absent)"
     members["warnings"] = snapshot.warning_count
     members["dropped"] = snapshot.missed
     members["absent"] = absent

@@ -186,6 +186,8 @@ def status_members(reader: RunReader, snapshot: RunSnapshot, health: Health, now
     members["devices"] = [dict(track.data) for _, track in sorted(snapshot.devices.items())]
     members["host"] = dict(snapshot.host.data) or None
     members["memory_trends"] = [memory_trend_fields(trend) for trend in snapshot.memory_trends]
+    if not snapshot.memory_trends:
+        absent["memory_trends"] = "too few steps, or too few samples of memory (host.absent)"
     members["warnings"] = snapshot.warning_count
     members["dropped"] = snapshot.missed
     members["absent"] = absent

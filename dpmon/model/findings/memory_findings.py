@@ -48,12 +48,13 @@ def find_memory_growth(run: RunAnalysis) -> Iterator[Finding]:
         if trend.process is not None and run.names:
             owner += f" of {run.names.get(trend.process, f'process {trend.process}')}"
         tense = "is" if run.end_ns is None else "would be"
-        steps_left = format_count(round_to_two_digits(trend.steps_left or 0))
+        steps_left = trend.steps_left or 0
+        steps_text = format_count(round(steps_left, 2 - len(str(steps_left))))  # the growth is not known better
         low, high = format_bytes(growth.low_bytes), format_bytes(growth.high_bytes)
         yield Finding(
             KIND,
             f"{owner} grows {format_bytes(growth.step_bytes)} a step; the limit ({format_bytes(trend.limit_bytes)};"
-            f" {trend.limit}) {tense} reached in about {steps_left} steps, {time_until_limit(trend)}.",
+            f" {trend.limit}) {tense} reached in about {steps_text} steps, {time_until_limit(trend)}.",
             f"{_found_names(run, trend)}95%: {low} to {high} a step; {format_bytes(growth.added_bytes)} more over"
             f" {format_count_with_noun(int(growth.steps), 'step')}, now {format_bytes(trend.used_bytes)}",
             _ADVICE,
@@ -89,8 +90,3 @@ def find_full_shared_memory(run: RunAnalysis) -> Iterator[Finding]:
             "a larger /dev/shm (docker run --shm-size 8g, or --ipc=host), fewer workers, a smaller prefetch_factor",
             1.0,
         )
-
-
-def round_to_two_digits(count: int) -> int:
-    """Return a count with two digits that are not zero: the growth is not known better."""
-    return round(count, 2 - len(str(count)))

@@ -17,8 +17,9 @@ from dpmon.model.findings.finding import Finding
 from dpmon.record import schema
 from dpmon.record.record_specs import RECORDS, FieldSpec, RecordSpec
 from dpmon.report.health import Health
-from dpmon.report.report_json import rank_time_members
+from dpmon.report.report_json import MEMORY_TREND, rank_time_members
 from dpmon.report.tables import DEVICES, EPOCHS, MEMORY, PHASES, RANKS, REPLICAS, STAGES, mode_table
+from dpmon.store.memory_growth import Growth
 from dpmon.store.step_stats import rate_to_json
 from dpmon.text.fact_table import FactTable, fields_of
 
@@ -170,6 +171,14 @@ _MODE = ("mode", "step_kind", "rank", "process_steps", "process_updates")
 _MODE_OF = {"process": "the process of the times, of `process_steps` and of `process_updates`"}
 _ANY_RUN: Any = _Unknown()
 _RANK = {"forward_device_median_ms": "the forward on the slowest device"}
+_TREND = {
+    "device": "`host`, or torch's name of a GPU",
+    "low_bytes": "the 95% interval of `step_bytes` begins here; it ends at `high_bytes`",
+    "lasts": "whether each third of the settled part of the run grows",
+    "steps": "steps in the settled part",
+    "added_bytes": "growth over the settled part",
+    "matters": "whether this is a finding",
+}
 _WAITS = {"joined_steps": "steps compared with other ranks", "slowest": "how often the others waited for it"}
 _DEVICE = {"called": "its name in torch", "throttled": "samples in which it was throttled, by reason"}
 _CHECK = {"state": "`ok`, `warning` or `problem`", "remedy": "null if ok"}
@@ -249,6 +258,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `host.cpus`, `.others_cpus`, `.run_cpus`, `.load`: CPU cores; medians of those in use by others and by the run
 {items("memory[].", [*members_of(MEMORY), "absent"])}
 - `memory[].known.*`: how many of the processes each sum covers
+{items("memory_trends[].", [*MEMORY_TREND, *Growth._fields], "[growing memory](what-to-do.md#memory-grows)", _TREND)}
 - `compared`: dp vs. single; null unless both ran
 - `compared.speedup`, `.low`, `.high`, `.efficiency`: how many times faster dp is, its 95% interval, and per device
 - `compared.outcome`, `.sentence`, `.missing`: `faster`, `slower` or `even`
@@ -353,6 +363,7 @@ An object per line. `kind` is `status`; `message`, with a `text` of dpmon; or, i
   refused, ended), and why records do not arrive
 - `ranks[].progress.*`: of each rank, without the time left
 - `ranks[].*`, `communication.*`: with several ranks: means of the last 50 steps, at least 5 s, as in the report
+- `memory_trends[].*`: as in the report
 - `devices[].*`, `host.*`: the newest records [`device`](#device) and [`host`](#host)
 - `warnings`, `dropped`: number of warnings and of lost records
 - `absent.*`

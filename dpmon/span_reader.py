@@ -184,6 +184,10 @@ class SpanReader:
         """Ask the training process to note the stacks of its threads. Return the serial of the request."""
         return self._count_request(HeaderWord.STACKS)
 
+    def request_walk(self) -> int:
+        """Ask the training process to look for what grows in memory. Return the serial of the request."""
+        return self._count_request(HeaderWord.WALK)
+
     def _count_request(self, index: int) -> int:
         """Increment the serial of a request. Return it."""
         serial = (self._read_word(index) + 1) & 0xFFFFFFFFFFFFFFFF

@@ -7,7 +7,8 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
            mode in force, pause acted upon, end of the last loop over a loader,
            the kernel's number of the training thread                             written by the process
     192    requested serial, mode and pause; sampling of device timing;
-           serials of the requests to record collectives and to note stacks       written by readers
+           serials of the requests to record collectives, to note stacks, and to
+           look for what grows in memory                                          written by readers
     256    identity and sequence number of each process group                     written by the process
     512    the start of each thread's current span; from 3584 on, the kind of
            that span                                                              written by the process
@@ -77,6 +78,8 @@ class HeaderWord:
     in n is timed on devices (0: all steps); serial of the last request to record the collectives of a step."""
     STACKS = 29
     """Serial of the last request for stacks."""
+    WALK = 30
+    """Serial of the last request to look for what grows in memory."""
     GROUPS = 32
     """For each process group: its identity (crc32 of its name << 32 | number of ranks; 0: no more groups), then the
     number of collectives that this process has started in it. Written by the process."""

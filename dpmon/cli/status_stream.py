@@ -25,7 +25,13 @@ from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
 from dpmon.report import tables
 from dpmon.report.health import Health, assess_health, assess_live_run, read_run
-from dpmon.report.report_json import communication_fields, loss_fields, progress_fields, rank_time_members
+from dpmon.report.report_json import (
+    communication_fields,
+    loss_fields,
+    memory_trend_fields,
+    progress_fields,
+    rank_time_members,
+)
 from dpmon.run.output_target import is_stream, open_stream, open_truncated
 from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
 from dpmon.run.run_reader import RunReader
@@ -168,6 +174,9 @@ def status_members(reader: RunReader, run: RunAnalysis, health: Health, now_ns: 
         members["communication"] = communication_members
     members["devices"] = [dict(track.data) for _, track in sorted(run.devices.items())]
     members["host"] = dict(run.host.data) or None
+    members["memory_trends"] = [memory_trend_fields(trend) for trend in run.memory_trends]
+    if not run.memory_trends:
+        absent["memory_trends"] = "too few steps, or too few samples of memory (host.absent)"
     members["warnings"] = run.warning_count
     members["dropped"] = run.missed
     members["absent"] = absent

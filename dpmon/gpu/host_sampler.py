@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from dpmon.gpu.device_record import MissingValue, split_missing
+from dpmon.gpu.memory_limits import MemoryLimit, iter_cgroup_limits, iter_process_limits
 
 _SCAN_SHARE = 0.01
 """Maximum share of one core for finding new processes, which reads all processes of the machine."""
@@ -46,6 +48,8 @@ class HostSampler:
         self._has_machine_sample = self._has_run_sample = False
         """Whether there is an earlier sample, from which CPU times count."""
         self._scan_due = 0.0
+        self._process_limits: list[MemoryLimit] = []
+        """The rlimits of the processes of the run."""
 
     def pids(self) -> frozenset[int]:
         """Return the process ids of the run, as of the last sample."""
@@ -61,6 +65,10 @@ class HostSampler:
         has_earlier_sample, self._has_machine_sample = self._has_machine_sample, True
         cpu_pct = psutil.cpu_percent()
         run_cpu_pct, run_mem_bytes = self._run_usage(root_pid)
+        limits = [MemoryLimit("host", memory.total, memory.available), *self._process_limits]
+        if root_pid is not None:
+            limits += iter_cgroup_limits(root_pid, memory.total)
+        nearest = min(limits, key=lambda limit: limit.room_bytes)
         return split_missing(
             {
                 "cpu_pct": cpu_pct if has_earlier_sample else _TWO_SAMPLES,
@@ -69,6 +77,10 @@ class HostSampler:
                 "mem_total_bytes": int(memory.total),
                 "run_cpu_pct": run_cpu_pct,
                 "run_mem_bytes": run_mem_bytes,
+                "mem_limit": nearest.name,
+                "mem_limit_bytes": nearest.limit_bytes,
+                "mem_room_bytes": nearest.room_bytes,
+                **_shared_memory(root_pid),
                 "cpus": os.cpu_count(),
                 "load_1m": round(load_1m, 2),
             }
@@ -85,6 +97,7 @@ class HostSampler:
         resident: dict[tuple[int, float], int] = {}
         parents: dict[tuple[int, float], int] = {}
         alive: set[psutil.Process] = set()
+        self._process_limits = []
         for process in self._processes:
             if not process.is_running():  # its number may belong to another process by now
                 continue
@@ -92,7 +105,9 @@ class HostSampler:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 key = process.pid, process.create_time()
-                resident[key], parents[key] = process.memory_info().rss, process.ppid()
+                memory = process.memory_info()
+                resident[key], parents[key] = memory.rss, process.ppid()
+                self._process_limits += iter_process_limits(process.pid, memory.vms, memory.data)
                 cpu_pct += process.cpu_percent()  # 0 for a new process; from now on its CPU time counts
                 alive.add(process)
         self._processes = alive
@@ -118,6 +133,16 @@ class HostSampler:
                 continue
             covered.update(children)
             self._processes.update(children)
+
+
+def _shared_memory(root_pid: int | None) -> dict[str, int | MissingValue]:
+    """Return what is used of /dev/shm, and its size, as the command sees it."""
+    names = "shm_used_bytes", "shm_total_bytes"
+    try:
+        usage = shutil.disk_usage("/dev/shm" if root_pid is None else f"/proc/{root_pid}/root/dev/shm")
+    except OSError as error:
+        return dict.fromkeys(names, MissingValue(f"/dev/shm cannot be read: {error.strerror}"))
+    return dict(zip(names, (usage.used, usage.total), strict=True))
 
 
 def read_pss(pid: int) -> int | None:

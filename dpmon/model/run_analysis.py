@@ -58,6 +58,7 @@ from dpmon.store.collectives import CollectiveSums, read_collective_sums
 from dpmon.store.events import HOST, newest_event_id, read_events, read_newest_memory
 from dpmon.store.gaps import Gap, read_gaps
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
+from dpmon.store.memory_growth import MemoryTrend, read_memory_trends
 from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow, StepStats, account_for_elapsed, compute_step_stats
 from dpmon.store.steps import (
@@ -98,6 +99,8 @@ _MAX_STALLS = 4
 MAX_LONG_STEPS = 64
 """Most long steps to read per mode, and to judge in total."""
 MAX_GAPS = 10_000
+MEMORY_EVENTS = 64
+"""Most records of each kind to read for what memory holds; one sample per second."""
 MAX_EPOCHS = 10_000
 ACTIVE = ("training", "evaluation", "forward_only", "between")
 """The activities in which the training goes on."""
@@ -398,6 +401,11 @@ class RunAnalysis(LazyFacts):
     def host(self) -> DeviceHistory:
         """The host; without data if it was not sampled."""
         return self._histories.get(HOST, DeviceHistory())
+
+    @cached_property
+    def memory_trends(self) -> list[MemoryTrend]:
+        """Whether memory grows, on the host and on each GPU; up to some seconds old."""
+        return self.read_at_most_every(MAX_AGE_S, "memory trends", lambda: read_memory_trends(self.store))
 
     @cached_property
     def losses(self) -> tuple[LossCurve, ...]:
@@ -722,6 +730,12 @@ class RunAnalysis(LazyFacts):
             self._node_names.get(process),
         )
 
+    @cached_property
+    def memory_events(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """The newest records, by kind, that say what memory holds and why it was too little."""
+        kinds = "growth", "host", "exit"
+        return {kind: [event.data for event in read_events(self.store, kind, limit=MEMORY_EVENTS)] for kind in kinds}
+
     # ------------------------------------------------------------------------------------------ modes
 
     def representative_process(self, mode: str, kind: int | None = None) -> int:
@@ -990,7 +1004,7 @@ class RunAnalysis(LazyFacts):
 
 _NOTHING: dict[str, Any] = {
     **{name: {} for name in ("processes", "devices", "kind_words", "rank_by_process")},
-    **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "trained_processes"), ()),
+    **dict.fromkeys(("nodes", "_all_nodes", "order", "losses", "memory_trends", "trained_processes"), ()),
     **dict.fromkeys(("at_ns", "unfit", "communication", "rank_waits")),
     **dict.fromkeys(("missed", "open_calls"), 0),
     "host": DeviceHistory(),

@@ -269,6 +269,11 @@ _HOST_FIELDS = (
         "memory of the run's processes; a shared page is divided among its processes",
         metric="run_memory_bytes",
     ),
+    _text("mem_limit", "what limits the memory of the run most closely: host, cgroup, RLIMIT_AS or RLIMIT_DATA"),
+    _bytes("mem_limit_bytes", "this limit"),
+    _bytes("mem_room_bytes", "memory that is left until this limit"),
+    _bytes("shm_used_bytes", "memory in use in /dev/shm"),
+    _bytes("shm_total_bytes", "size of /dev/shm, through which loader workers send batches"),
     _integer("cpus", "CPU cores of the host", metric="host_cpus"),
     _number("load_1m", "threads that run or want to run on the host, averaged over a minute", metric="host_load"),
     _text("gpu_absent", "why there are no device records"),
@@ -404,6 +409,22 @@ _OOM_FIELDS = (
     _bytes("reserved_bytes", "memory that the allocator had reserved on the GPU"),
     _bytes("inactive_split_bytes", "fragments: free parts of blocks in use"),
 )
+_GROWTH_FIELDS = (
+    *_IN_PROCESS,
+    _integer("step", "the step before the record"),
+    _integer("steps", "number of steps between the two looks"),
+    _list(
+        "names",
+        "what grew, at most five: name, function (of a variable in one), place (file and line where it grows; null "
+        "unless there is just one), type (graph, or the class of a container), count (graphs or items), before (the "
+        "length at the first look), items (the class of the newest item), device, graphs (whether it keeps autograd "
+        "graphs), new_bytes (of the new items; null if unknown), length (of a graph: operations in a row), is_cut "
+        "(whether the graph is longer)",
+    ),
+    _list("allocations", "lines that allocated memory on GPUs in between that was not freed: place, bytes"),
+    _list("omitted", "what was not looked at"),
+    _ABSENT,
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -455,6 +476,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("process", "a process that started to record", _PROCESS_FIELDS),
         RecordSpec("warning", "a message of dpmon", (*_IN_PROCESS, _text("text", "the message"))),
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
+        RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

@@ -16,6 +16,7 @@ from dpmon.record.schema import EVALUATION, PHASES, STEP_KINDS, TRAINING
 from dpmon.report import tables
 from dpmon.report.report_data import ReportData
 from dpmon.store.loss_table import LossBin
+from dpmon.store.memory_growth import MemoryTrend
 from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.text.fact_table import fields_of
 
@@ -24,6 +25,11 @@ _PAUSE = ("process", "step", "took_ns", "on", "reason", "refused")
 _MEMORY_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
 _OPERATION = ("name", "size", "collectives", "bytes")
 _STRAGGLER = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
+MEMORY_TREND = (
+    *("device", "process", "node", "is_growing", "steps_per_s", "used_bytes", "limit", "limit_bytes", "room_bytes"),
+    *("steps_left", "seconds_left", "matters"),
+)
+"""The members of a memory trend, with those of its growth."""
 _NO_TIMES = RankTimes(-1, -1, 0, None, {})
 _ELSEWHERE = ("number", "iteration", "comm_ns", "overlap_ns", "no_sync_times", "group", "all_used")
 _WRAPPER = tuple(name for name in Wrapper._fields if name not in _ELSEWHERE)
@@ -71,6 +77,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             {**tables.MEMORY.as_json(memory), "known": dict(zip(_MEMORY_PARTS, memory.known, strict=True))}
             for memory in run.device_memory
         ],
+        "memory_trends": [memory_trend_fields(trend) for trend in run.memory_trends],
         "compared": _mode_comparison_members(run),
         "mode_changes": [
             {name: None if value == "" else value for name, value in fields_of(change, *change._fields).items()}
@@ -137,6 +144,11 @@ def rank_time_members(times: RankTimes | None) -> dict[str, object]:
     times = _NO_TIMES if times is None else times
     slowest = times.slowest if times.joined else None
     return {**tables.RANK_TIMES.as_json(times), "slowest": slowest, "joined_steps": times.joined}
+
+
+def memory_trend_fields(trend: MemoryTrend) -> dict[str, object]:
+    """Return the members of the growth of some memory."""
+    return {**trend.growth._asdict(), **fields_of(trend, *MEMORY_TREND)}
 
 
 def _host_members(run: RunAnalysis) -> dict[str, object] | None:

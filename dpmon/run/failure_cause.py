@@ -120,8 +120,19 @@ def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:
     return [RankExit(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
 
 
-def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes were killed for lack of memory since boot; 0 if the kernel does not count them."""
+def _oom_kill_file() -> Path:
+    """Return where the kernel counts the processes of our cgroup that it killed for lack of memory, or those of all."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            path = Path(f"/sys/fs/cgroup{line.removeprefix('0::')}/memory.events")
+            if line.startswith("0::") and path.exists():
+                return path
+    return Path("/proc/vmstat")
+
+
+def count_oom_kills(path: Path | None = None) -> int:
+    """Return how many processes were killed for lack of memory so far; 0 if the kernel does not count them."""
+    path = path or _oom_kill_file()
     with contextlib.suppress(OSError):
         if match := re.search(r"^oom_kill ([0-9]+)$", path.read_text(), re.MULTILINE):
             return int(match[1])

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
 
-LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp")
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp", "growth", "oom")
 """Events that are kept when older rows are deleted, because they concern the whole run; of some kinds, the newest."""
 LASTING = f"kind IN ({', '.join(map(repr, LASTING_KINDS))})"
-_IS_SAMPLE = "kind IN ('device', 'host')"
+IS_SAMPLE = "kind IN ('device', 'host')"
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS events (
     id      INTEGER PRIMARY KEY,
@@ -30,12 +30,12 @@ CREATE TABLE IF NOT EXISTS events (
     json    TEXT NOT NULL   -- the whole event
 );
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {LASTING};
-CREATE INDEX IF NOT EXISTS samples ON events (t_ns) WHERE {_IS_SAMPLE};
+CREATE INDEX IF NOT EXISTS samples ON events (t_ns) WHERE {IS_SAMPLE};
 CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """
 MAX_LASTING = 10_000
 """How many lasting events of each unlimited kind are kept in a history that has reached its size limit."""
-_UNLIMITED_KINDS = ("warning", "input", "stall", "loader", "ddp")
+_UNLIMITED_KINDS = ("warning", "input", "stall", "loader", "ddp", "growth", "oom")
 HOST = -1
 """Device index of the host."""
 _MAX_PROCESS_EVENTS = 64
@@ -125,13 +125,13 @@ def prune_lasting_events(db: sqlite3.Connection) -> None:
 
 def last_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the newest sample of a device or the host; None if there is none."""
-    rows = connection.rows(f"SELECT max(t_ns) FROM events WHERE {_IS_SAMPLE}")
+    rows = connection.rows(f"SELECT max(t_ns) FROM events WHERE {IS_SAMPLE}")
     return next((t_ns for (t_ns,) in rows), None)
 
 
 def first_sample_ns(connection: HistoryConnection) -> int | None:
     """Return the time of the oldest sample of a device or the host that still has a row; None if there is none."""
-    rows = connection.rows(f"SELECT t_ns FROM events WHERE {_IS_SAMPLE} AND t_ns IS NOT NULL ORDER BY id LIMIT 1")
+    rows = connection.rows(f"SELECT t_ns FROM events WHERE {IS_SAMPLE} AND t_ns IS NOT NULL ORDER BY id LIMIT 1")
     return next((t_ns for (t_ns,) in rows), None)
 
 
@@ -203,7 +203,7 @@ def iter_samples(
         f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {host} ELSE json_extract(json, '$.index') END AS device,"
         f" {', '.join(members)} FROM events"
         f" WHERE {'id > ?1 AND +t_ns >= ?2 AND +t_ns <= ?3' if after_id else 't_ns >= ?2 AND t_ns <= ?3 AND id > ?1'}"
-        f" AND {_IS_SAMPLE} AND (?4 IS NULL OR process = -1 - ?4) AND typeof(device) = 'integer' ORDER BY id"
+        f" AND {IS_SAMPLE} AND (?4 IS NULL OR process = -1 - ?4) AND typeof(device) = 'integer' ORDER BY id"
     )
     rows = store.connection.rows(query, (after_id, since_ns, store.until_ns, node))
     return (DeviceSample(*row) for row in rows)

@@ -21,6 +21,7 @@ from dpmon.span_ring import RingError
 from dpmon.store.database import DAMAGE
 from dpmon.store.events import last_sample_ns, read_events
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter, WriteBatch
+from dpmon.store.memory_growth import MemoryTrend, read_memory_trends
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.records import newest_record_ns
 from dpmon.store.ring_intake import RingIntake
@@ -165,6 +166,13 @@ class RingDrain:
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last `stall` event; None if there is none."""
         return next(iter(self.recorded_events("stall", limit=1)), None)
+
+    def memory_trends(self) -> list[MemoryTrend]:
+        """Return the trend of the run's memory on the host and on each GPU; none if the history cannot be read."""
+        with suppress(HistoryError):
+            if self._history is not None:
+                return read_memory_trends(Store(self._history.connection))
+        return []
 
     def recorded_events(self, kind: str, limit: int = -1) -> list[Mapping[str, Any]]:
         """Return the data of the newest events of a kind, in order; none if the history cannot be read."""

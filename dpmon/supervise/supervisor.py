@@ -213,6 +213,7 @@ class Supervisor:
     def _supervise_command(self, command: WatchedCommand, *, is_takeover: bool = False) -> None:
         from dpmon.gpu.device_sampler import DeviceSampler
         from dpmon.store.ring_drain import RingDrain  # loads sqlite while the command loads torch, not before
+        from dpmon.supervise.memory_watch import MemoryWatch
         from dpmon.supervise.stall_watch import StallWatch
 
         drain = RingDrain(self._directory, self._run_info)
@@ -235,6 +236,7 @@ class Supervisor:
         input_waits = InputWaitWatcher(self._directory, command.pid, lambda *wait: self._record_wait(drain, *wait))
         exit_watcher = ProcessExitWatcher(self._directory, command.pid, poller)
         stall_watch = StallWatch(self._directory, self._run_info, drain, is_takeover=is_takeover)
+        memory_watch = MemoryWatch(self._directory, drain)
         if metrics is not None:
             metrics.start()
         drain.on_memory_event = sampler.add_torch_memory
@@ -257,6 +259,7 @@ class Supervisor:
             has_more = drain.poll(now)
             input_waits.poll(now, exit_watcher.watched_pids())
             stall_watch.poll()
+            memory_watch.poll(now)
             if has_ended:
                 break
             if self._terminal is not None:
@@ -334,7 +337,12 @@ class Supervisor:
     def _finish(
         self, exit_info: ExitInfo, drain: RingDrain, sampler: DeviceSampler, metrics: PrometheusFile | None
     ) -> None:
+        from dpmon.supervise.memory_watch import add_memory_note
+
         drain.flush(command_ended=True)
+        with contextlib.suppress(Exception):  # the status must not be lost
+            output = read_tail(output_paths(self._directory, self._run_info)[-1], READ_BYTES).decode("utf-8", "replace")
+            exit_info = replace(exit_info, cause=add_memory_note(exit_info.cause, drain, output))
         data = {"status": exit_info.status, "signal": exit_info.signal, "t_s": exit_info.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(exit_info, name)) is not None}
         if not drain.recorded_events("exit"):  # otherwise, a supervisor that was killed later has recorded it
@@ -357,13 +365,16 @@ class Supervisor:
         """Return the cause of the command's end; None if unknown. Never raises, because the status must not be lost."""
         try:
             killed = count_oom_kills() - self._oom_kills_before
+            lack_text = f"out of memory: the kernel killed {killed} of this machine's processes during the run"
             if exit_info.signal == "SIGKILL" and killed > 0:
-                return f"out of memory: the kernel killed {killed} of this machine's processes during the run"
+                return lack_text
             if not exit_info.status or exit_info.signal is not None:
                 return None
             failure = find_first_failure(self._directory, self._run_info, exit_info.status)
             if failure is not None:
-                return failure.sentence(self._run_info.cwd)
+                sentence = failure.sentence(self._run_info.cwd)
+                was_killed = killed > 0 and ("SIGKILL" in sentence or "signal: Killed" in sentence)
+                return f"{sentence}; {lack_text}" if was_killed else sentence
             if read_uncaught_exceptions(self._directory):  # they were handled
                 return None
             # A script that failed before it imported torch has noted nothing.

@@ -47,6 +47,7 @@ from dpmon.tracer.core.exception_text import describe_uncaught
 from dpmon.tracer.core.hidden_frames import Function, hide_from_dynamo, replace_in_modules, wrap_rare_function
 from dpmon.tracer.core.session import Session, TracerConfig, rank_and_world
 from dpmon.tracer.memory import allocator
+from dpmon.tracer.memory.growth_walk import GrowthWalker
 from dpmon.tracer.memory.measurement import MemoryTracer
 from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
@@ -94,7 +95,7 @@ def install() -> None:
     call_tracer = CallTracer(session, recorder, modes, modules, split_runner)
     primitives = PrimitiveTracer(session, recorder, modes, modules, originals)
     roots = RootFinder(session, recorder, call_tracer)
-    memory = MemoryTracer(session, recorder, modules)
+    memory, walker = MemoryTracer(session, recorder, modules), GrowthWalker(session, recorder)
     loaders = LoaderTracer(session, recorder)
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
@@ -107,7 +108,7 @@ def install() -> None:
     session.on_give_up = recorder.stop_writing
     recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
-    recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now))
+    recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now), walker.poll(now))
 
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
@@ -141,7 +142,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (*parts, responder)]
+    resets = [part.reset for part in (*parts, walker, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()

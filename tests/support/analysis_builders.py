@@ -12,6 +12,7 @@ from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_usage import DeviceUsage
 from dpmon.model.layouts import CallLayouts, IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
+from dpmon.store.memory_growth import Growth, MemoryTrend
 from dpmon.store.step_stats import PhaseStats, Rate, StepStats
 from dpmon.store.steps import MEASURED, StepRow
 from dpmon.store.tally import SeriesStats, Tally
@@ -19,7 +20,7 @@ from support.history_builders import run_analysis_with, series_stats, with_chang
 from support.record_builders import SECOND
 
 MS = 1_000_000
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,16 @@ STARTING_MODE = replace(
 )
 
 
+GROWING_MEMORY = MemoryTrend(
+    *("host", None, Growth(2.2 * MIB, 2.1 * MIB, 2.3 * MIB, True, 640.0 * MIB, 290.0), 4.0, 2.0 * GIB),
+    limit="cgroup",
+    limit_bytes=23.5 * GIB,
+    room_bytes=21.0 * GIB,
+)
+
+
 RUNS_BY_FINDING = {
+    "memory": with_changes(HEALTHY_RUN, memory_trends=[GROWING_MEMORY]),
     "slower": with_changes(HEALTHY_RUN, mode_comparison=Comparison(speedup=Interval(0.61, 0.58, 0.65))),
     "data": with_changes(HEALTHY_RUN, modes=(mode_stats(data=0.43, forward=0.3, backward=0.27),)),
     "replicate": with_changes(HEALTHY_RUN, modes=(mode_stats(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),

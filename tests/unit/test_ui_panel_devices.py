@@ -9,6 +9,7 @@ import pytest
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
+from support.analysis_builders import GROWING_MEMORY
 from support.history_builders import snapshot_of_rows
 from support.record_builders import Training, device_event
 from support.screen_states import RUN_INFO, STYLE, gpu_screen_data, rows_text, screen_data_of
@@ -59,6 +60,19 @@ def test_a_throttle_reason_names_its_gpu() -> None:
     rows = rows_text(panel_devices.render_panel(facts, 76, 9, STYLE))
     assert any(row.startswith("throttled power cap:  0  1; too") for row in rows)
     assert "\x1b" not in "".join(rows)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("width", [56, 96])
+def test_growing_memory_has_an_arrow_and_the_time_until_it_is_full(count: int, width: int) -> None:
+    facts = gpu_screen_data(count) if count else screen_data_of(Training())
+    assert not any(row.startswith("▲") for row in rows_text(panel_devices.render_panel(facts, width, 9, STYLE)))
+    growing = ScreenData(facts.state.with_facts(memory_trends=[GROWING_MEMORY]), 0, RUN_INFO)
+    assert panel_devices.preferred_height(growing) == panel_devices.preferred_height(facts) + 1
+    (row,) = (row for row in rows_text(panel_devices.render_panel(growing, width, 9, STYLE)) if row.startswith("▲"))
+    assert row == "▲ memory of the run +2.20 MiB/step: full in 41 min"
+    _, corner = panel_devices.panel_title(growing, folded=True)
+    assert plain_text(corner).endswith("  ▲ full in 41 min")
 
 
 def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.model.findings import device_findings, failure_findings, rank_findings, time_findings
+from dpmon.model.findings import device_findings, failure_findings, memory_findings, rank_findings, time_findings
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes
 from dpmon.model.run_analysis import RunAnalysis
@@ -10,9 +10,14 @@ from dpmon.record.schema import SECOND
 
 MIN_SAVED_SHARE = 0.02
 """A finding is omitted if its advice saves less than this share of the time of steps and between them."""
-_FIRST_KINDS = ("failed", "loss", "quiet", "stall")
-"""Kinds that come before all others: the run failed or stood still."""
-_FINDERS = (*failure_findings.FINDERS, *time_findings.FINDERS, *device_findings.FINDERS)
+_FIRST_KINDS = ("failed", "loss", "quiet", "stall", "memory")
+"""Kinds that come before all others: the run failed, stood still, or will fail."""
+_FINDERS = (
+    *failure_findings.FINDERS,
+    *memory_findings.FINDERS,
+    *time_findings.FINDERS,
+    *device_findings.FINDERS,
+)
 
 
 def find_all(run: RunAnalysis) -> list[Finding]:

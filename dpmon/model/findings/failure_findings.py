@@ -70,10 +70,16 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"An exception ended the run: {run.raised}.",
-            "the first exception that was not caught; later ones are usually consequences of it",
+            f"the first exception that was not caught; later ones are usually consequences of it{_memory_note(run)}",
             "read the traceback at the end of the output",
             1.0,
         )
+
+
+def _memory_note(run: RunAnalysis) -> str:
+    """Return what the supervisor recorded about a lack of memory at the end, after "; "; empty for another cause."""
+    causes = [data.get("cause") or "" for data in run.memory_events["exit"]]
+    return next((cause.removeprefix(run.raised or "") for cause in causes if cause.startswith(f"{run.raised}; ")), "")
 
 
 def find_invalid_losses(run: RunAnalysis) -> Iterator[Finding]:

@@ -7,12 +7,15 @@ an out-of-memory error; until then, the observer costs nothing.
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from functools import cache, partial
 from itertools import count
 from typing import Any
 
 import torch
 
+from dpmon.record.shared_names import find_program_frame, shorten_name
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.device_timing import is_cuda_initialized
 
@@ -27,6 +30,8 @@ _STATISTICS = {
     "ooms": "num_ooms",
 }
 _report_numbers = count(1)
+MAX_BLOCKS = 20_000
+"""Most blocks in use of which the lines are read; this takes some microseconds for each."""
 
 
 def statistics() -> dict[str, dict[str, object]]:
@@ -43,6 +48,38 @@ def statistics() -> dict[str, dict[str, object]]:
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # older versions of torch lack it
             statistics_by_device[f"cuda:{index}"] = {**stats, "uuid": None if uuid is None else str(uuid)}
     return statistics_by_device
+
+
+# ------------------------------------------------------------------------------------------------ history
+
+
+def start_allocation_history() -> str | None:
+    """Let torch note the line of each allocation on GPUs. Return why it does not; None if it does."""
+    if not is_cuda_initialized():
+        return "no GPU is used"
+    torch_c: Any = torch._C
+    if torch_c._cuda_isHistoryEnabled():
+        return "the script itself lets torch record allocations"
+    torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
+    return None
+
+
+def end_allocation_history() -> tuple[list[dict[str, object]], str | None]:
+    """End the history. Return the lines that allocated most of what was not freed since its start, and why none."""
+    count = sum(
+        torch.cuda.memory_stats(index).get("active.all.current", 0) for index in range(torch.cuda.device_count())
+    )
+    lines: Counter[str] = Counter()
+    snapshot = torch.cuda.memory._snapshot() if count <= MAX_BLOCKS else {"segments": (), "device_traces": ()}
+    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
+        frames = block.get("frames", ()) if block["state"] == "active_allocated" else ()
+        index = find_program_frame([frame["filename"] for frame in frames])
+        if index is not None:
+            lines[f"{os.path.basename(frames[index]['filename'])}:{frames[index]['line']}"] += block["size"]
+    if not any(len(trace) > 1 for trace in snapshot["device_traces"]):  # else the script has started one of its own
+        torch.cuda.memory._record_memory_history(None)
+    top = [{"place": shorten_name(place), "bytes": size} for place, size in lines.most_common(5)]
+    return top, f"there are more than {MAX_BLOCKS:,} blocks" if count > MAX_BLOCKS else None
 
 
 # ------------------------------------------------------------------------------------------------ out of memory

@@ -11,10 +11,12 @@ from typing import Any
 
 from dpmon.model.device_memory import missing_value_reasons as reasons_of_memory
 from dpmon.model.device_usage import DeviceHistory
+from dpmon.model.findings.memory_findings import memory_owner, time_until_limit
 from dpmon.model.nodes import node_of
 from dpmon.record.safe_json import number_member
 from dpmon.report.tables import MEMORY
 from dpmon.sanitize import sanitize_line
+from dpmon.store.memory_growth import MemoryTrend
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_free_bytes
 from dpmon.ui.chart import block_line, filled_bar
@@ -71,6 +73,7 @@ def preferred_height(screen: ScreenData) -> int:
     rows = 2
     if count:
         rows = (2 if count <= 4 else 1) * count + 1
+    rows += len(_growing_memory(screen)[:1])
     torch_devices = len(screen.state.device_memory)
     return rows + 1 + min(torch_devices, 8) + (count > 0) if torch_devices else rows
 
@@ -84,6 +87,8 @@ def _one_name(tracks: Sequence[tuple[int, DeviceHistory]]) -> str | None:
 def panel_title(screen: ScreenData, folded: bool = False) -> tuple[Row, Row]:
     """Return the title and the main numbers."""
     tracks = _sorted_gpus(screen)
+    soonest = _growing_memory(screen)[: int(folded)]
+    growth: Row = [(f"  ▲ full in {time_until_limit(trend)}", "wait") for trend in soonest]
     if tracks:
         name = _one_name(tracks)
         title: Row = [(NAMES["devices"], "title"), (_node_shown(screen), "")]
@@ -97,12 +102,10 @@ def panel_title(screen: ScreenData, folded: bool = False) -> tuple[Row, Row]:
         if folded and smallest_free is not None:
             corner += [("  free ", "dim"), (align_right(format_bytes(smallest_free), 8), "")]
             corner += [(" or more", "dim")] if len(tracks) > 1 else []
-        return title, corner
+        return title, corner + growth
     cpu = number_member(screen.state.host.data, "cpu_pct")
-    return [(NAMES["devices"], "title"), (f"{_node_shown(screen)} · host", "")], [
-        ("cpu ", "dim"),
-        (align_right(format_rounded(cpu, "%"), 5), ""),
-    ]
+    corner = [("cpu ", "dim"), (align_right(format_rounded(cpu, "%"), 5), ""), *growth]
+    return [(NAMES["devices"], "title"), (f"{_node_shown(screen)} · host", "")], corner
 
 
 def _node_shown(screen: ScreenData) -> str:
@@ -129,10 +132,11 @@ def _run_gpu_data(tracks: Sequence[tuple[int, DeviceHistory]]) -> list[Mapping[s
 def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
     """Return the rows inside the frame."""
     tracks = _sorted_gpus(screen)
+    growth_rows = _memory_growth_rows(screen, width)
     if not tracks:
-        memory_rows = _memory_rows(screen, width)[: 1 + len(screen.state.device_memory)]
+        memory_rows = [*growth_rows, *_memory_rows(screen, width)[: 1 + len(screen.state.device_memory)]]
         return [*render_host(screen, width, height - len(memory_rows), style), *memory_rows]
-    note_rows = _throttle_and_missing_rows(tracks, width)
+    note_rows = growth_rows + _throttle_and_missing_rows(tracks, width)
     memory_rows = _memory_rows(screen, width)
     free_rows = height - len(note_rows)
     has_details = 2 * len(tracks) + len(memory_rows) <= free_rows
@@ -166,6 +170,21 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
 
 
 # ------------------------------------------------------------------------------------------------ memory by owner
+
+
+def _memory_growth_rows(screen: ScreenData, width: int) -> list[Row]:
+    """Return when growing memory reaches its limit, in a row; none if it does not."""
+    texts = [
+        f"{memory_owner(trend)} +{format_bytes(trend.growth.step_bytes)}/step: full in {time_until_limit(trend)}"
+        for trend in _growing_memory(screen)
+    ]
+    return [[(truncate(f"▲ {'; '.join(texts)}", width), "wait")]] if texts else []
+
+
+def _growing_memory(screen: ScreenData) -> list[MemoryTrend]:
+    """Return the trends that matter, the one that reaches its limit first at the beginning."""
+    growing = [trend for trend in screen.state.memory_trends if trend.matters]
+    return sorted(growing, key=lambda trend: trend.seconds_left or 0.0)
 
 
 def _memory_rows(screen: ScreenData, width: int) -> list[Row]:

@@ -1,0 +1,84 @@
+"""Asks the training processes what keeps memory alive once it grows, and says what is known about a lack of memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import closing, suppress
+from pathlib import Path
+
+from dpmon.run.run_directory import ring_paths
+from dpmon.span_reader import SpanReader
+from dpmon.span_ring import RingError
+from dpmon.store.growth_text import describe_growth, format_mib
+from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
+from dpmon.store.ring_drain import RingDrain
+
+CHECK_S, WALK_S = 10.0, 180.0
+"""Time between two checks whether memory grows, and between two requests to the training processes."""
+MAX_PROCESSES = 16
+"""How many processes are asked."""
+MIN_FREE_SHARE = 0.1
+"""The processes are also asked if less of the memory of a GPU is free."""
+_NO_MEMORY = re.compile(
+    "out of ?memory|MemoryError|Cannot allocate memory|can't allocate memory|Unable to allocate", re.I
+)
+_NO_SHM = re.compile("shared memory|Bus error|SIGBUS|No space left on device", re.I)
+_SHM_SAMPLES = 30
+
+
+class MemoryWatch:
+    """The watch over the memory of one run."""
+
+    def __init__(self, directory: Path, drain: RingDrain) -> None:
+        self._directory = directory
+        self._drain = drain
+        self._next_s = 0.0
+
+    def poll(self, now_s: float) -> None:
+        """Ask the processes if it is time and memory grows. Never raises."""
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + CHECK_S
+        try:
+            self._ask(now_s)
+        except Exception as error:  # noqa: BLE001 - the run must be recorded further
+            self._next_s = math.inf
+            self._drain.warn(f"growth of memory is no longer watched: {type(error).__name__}: {error}")
+
+    def _ask(self, now_s: float) -> None:
+        if any(trend.matters or _is_nearly_full(trend) for trend in self._drain.memory_trends()):
+            self._next_s = now_s + WALK_S
+            for path in ring_paths(self._directory)[:MAX_PROCESSES]:
+                with suppress(RingError, OSError), closing(SpanReader(str(path))) as ring:
+                    ring.request_walk()
+
+
+def _is_nearly_full(gpu: MemoryTrend) -> bool:
+    limit_bytes, room_bytes = gpu.limit_bytes, gpu.room_bytes
+    return gpu.limit == "GPU" and room_bytes is not None and room_bytes < MIN_FREE_SHARE * (limit_bytes or 0)
+
+
+def add_memory_note(cause: str | None, drain: RingDrain, output: str = "") -> str | None:
+    """Return the cause of the run's end, with what the record says about a lack of memory if it is one.
+
+    `output`: the end of the script's output. Of the exception of a loader worker, `cause` has only the class.
+    """
+    samples = drain.recorded_events("host", limit=_SHM_SAMPLES)
+    parts, device, newest = [cause or ""], HOST_NAME, samples[-1] if samples else {}
+    if cause and _NO_SHM.search(cause + output) and newest.get("shm_total_bytes"):
+        used_bytes = max(sample.get("shm_used_bytes") or 0 for sample in samples)
+        parts.append(f"{format_mib(used_bytes)} of {format_mib(newest['shm_total_bytes'])} in /dev/shm were used")
+    if _NO_MEMORY.search(parts[0]):
+        oom = next(iter(drain.recorded_events("oom", limit=1)), None)
+        if oom is not None and "CUDA" in parts[0]:
+            device = oom["device"]
+            asked, free, total = (format_mib(oom[f"{name}_bytes"]) for name in ("asked", "free", "total"))
+            parts.append(f"{device}: {asked} were requested, {free} of {total} were free")
+        elif newest.get("mem_room_bytes") is not None:
+            room, limit = format_mib(newest["mem_room_bytes"]), format_mib(newest["mem_limit_bytes"])
+            parts.append(f"the run used {format_mib(newest['run_mem_bytes'])}; {room} of {limit} were free")
+        trends = [trend for trend in drain.memory_trends() if trend.device == device and trend.is_growing]
+        parts += [f"it grew {format_mib(trend.growth.step_bytes)} per step" for trend in trends[:1]]
+        parts += [describe_growth(data)[0] for data in drain.recorded_events("growth", limit=1) if data["names"]]
+    return "; ".join(parts) or None

@@ -1,0 +1,432 @@
+"""Finds what keeps more and more memory alive: containers and autograd graphs of the script, by name and line.
+
+A reader requests it. Twice, some steps apart, it looks at the variables of the script's frames on the training thread
+and at the globals of its modules, and records what grew. It looks between two steps, for at most SLICE_NS each time.
+In between it keeps names, sizes, code and weak references, so that no object of the script lives longer. It runs no
+code of the script: types come from `type`, contents from the methods of builtin classes.
+
+A graph is followed from each operation to the oldest one before it, by autograd's sequence numbers. A running sum of
+losses thus leads from step to step, without the operations inside the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dis import get_instructions
+from gc import get_referents
+from inspect import CO_OPTIMIZED
+from itertools import islice
+from sys import getrefcount
+from time import monotonic_ns, thread_time_ns
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from dpmon.record.shared_names import is_script_file, shorten_name
+from dpmon.span_ring import HeaderWord
+from dpmon.tracer.core.hidden_frames import iter_callers
+from dpmon.tracer.core.identity_table import IdentityTable
+from dpmon.tracer.core.module_tables import class_name
+from dpmon.tracer.core.session import Session, set_eval_frame
+from dpmon.tracer.memory.allocator import end_allocation_history, start_allocation_history
+from dpmon.tracer.steps.span_recorder import SpanRecorder
+
+SLICE_NS, CHECK_NS = 2_000_000, 1_000_000_000
+"""Longest time between two steps for which this looks; interval between checks for a request."""
+MIN_GAP_NS, MIN_GAP_STEPS = 1_000_000_000, 16
+"""Least time and number of steps between the two looks."""
+MAX_OBJECTS, MAX_DEPTH, ALL_ITEMS, NEWEST_ITEMS, MAX_NAMES = 100_000, 6, 64, 4, 5
+"""Of a container with more than ALL_ITEMS, the newest ones are looked at."""
+MIN_BYTES = 1 << 16
+"""A container is left out if its new items are known to hold less than this."""
+_is_subclass, _own_mro = type.__subclasscheck__, type.__dict__["__mro__"].__get__
+_own_namespace = type.__dict__["__dict__"].__get__
+_Tensor: Any = torch._C.TensorBase
+_Node: Any = torch._C._FunctionBase
+_grad_fn = _Tensor.grad_fn.__get__
+_CONTAINERS: tuple[Any, ...] = (list, dict, tuple, deque, set, frozenset)
+_ATOMS = (int, float, complex, bool, str, bytes, type(None), ModuleType, CodeType, torch.dtype, torch.device)
+_ATOM_BYTES = dict.fromkeys(map(id, _ATOMS), 64)
+"""By the id of a class, because its metaclass may define a hash."""
+_ACCESS = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF|ATTR|METHOD)")
+_ADDING = ("append", "appendleft", "extend", "extendleft", "add", "update", "setdefault", "insert")
+_LAST_NAME = re.compile(r"(\w+)(?:\['(\w+)'\]|\[\d*\])*$")
+"""The last name in a path, and the key after it."""
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_DPMON = __file__.removesuffix(os.path.join("tracer", "memory", os.path.basename(__file__)))
+_REFERENCES_OF_FRAME = 2
+"""To the dict of a frame's variables, while it is an argument."""
+_Key = tuple[CodeType | str, str]
+"""A scope, which is the code of a frame or the name of a module, and a path that begins with a variable's name."""
+
+
+class _SliceOver(Exception):
+    """The time between these two steps is used up."""
+
+
+class GrowthWalker:
+    """The looks of one process at what its script keeps alive."""
+
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
+        self._session = session
+        self._recorder = recorder
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self._handled_request = self._next_ns = 0
+        self._work: Iterator[None] | None = None
+
+    def poll(self, now: int) -> int:
+        """Look for a while if a reader has requested it, between two steps. Return when to call again (ns)."""
+        if now < self._next_ns:
+            return self._next_ns
+        request = self._recorder.words[HeaderWord.WALK]
+        self._next_ns = now + CHECK_NS
+        if self._work is not None or request != self._handled_request:
+            self._handled_request = request
+            work, self._work = self._work or self._look_twice(), None  # a fault or an interrupt ends it
+            dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
+            try:
+                with self._session.guard("growth of memory", fatal=False), torch._C.DisableTorchFunction():
+                    if next(work, work) is None:
+                        self._work, self._next_ns = work, 0
+            finally:
+                set_eval_frame(dynamo_callback)
+        return self._next_ns
+
+    def _look_twice(self) -> Iterator[None]:
+        """Look, wait some steps, look again, find the lines, and record. Yields when the next step may begin."""
+        no_history, steps = start_allocation_history(), 0
+        allocations: list[dict[str, object]] = []
+        try:
+            first = _Look({})
+            while not first.run():
+                yield
+            end_ns = monotonic_ns() + MIN_GAP_NS
+            while steps < MIN_GAP_STEPS or monotonic_ns() < end_ns:
+                steps += 1
+                yield
+            second = _Look(first.sizes)
+            while not second.run():
+                yield
+            names, end_ns = second.largest(), 0
+            for _ in second.iter_code(names):
+                if monotonic_ns() > end_ns:
+                    yield
+                    end_ns = monotonic_ns() + SLICE_NS // 2
+        except Exception:
+            if no_history is None:
+                end_allocation_history()
+            raise
+        if no_history is None:
+            allocations, no_history = end_allocation_history()
+        reasons = {"allocations": no_history} if no_history is not None else {}
+        facts = {"steps": steps, "names": names, "allocations": allocations}
+        omitted = sorted(first.omitted | second.omitted)
+        self._session.record_event("growth", "last", step=None, **facts, omitted=omitted, absent=reasons)
+
+
+class _Look:
+    """One look, in slices. `before`: the sizes of an earlier look; with them, it describes what has grown."""
+
+    def __init__(self, before: dict[_Key, tuple[int, int]]) -> None:
+        self.sizes: dict[_Key, tuple[int, int]] = {}
+        """Number of items and 0; of a graph its length and the number of its newest operation."""
+        self.omitted: set[str] = set()
+        self._grown: dict[tuple[str, str | None], dict[str, Any]] = {}
+        """By name and function."""
+        self._before = before
+        self._objects = 0
+        self._visited: IdentityTable[bool] = IdentityTable()
+        self._codes: dict[CodeType, None] = {}
+        """The code of the script, for the search of lines."""
+        self._modules = [*sys.modules]
+        """Names of the modules that may be the script's."""
+        self._pending: deque[tuple[_Key, weakref.ref[Any] | None, int]] = deque()
+        """What is looked at next: its key; the instance, unless it is the variable itself; its depth."""
+
+    # ---------------------------------------------------------------- where
+
+    def run(self) -> bool:
+        """Look for at most SLICE_NS. Return whether the look is complete."""
+        self._end_ns, self._end_cpu_ns, self._is_first = monotonic_ns() + SLICE_NS, thread_time_ns() + SLICE_NS, True
+        frames = [frame for frame in iter_callers(sys._getframe(1)) if is_script_file(frame.f_code.co_filename)]
+        scopes: dict[Any, dict[str, Any]] = {frame.f_code: self._read_variables(frame) for frame in reversed(frames)}
+        if not self._codes:
+            self._codes = dict.fromkeys(scopes)
+            for scope, variables in scopes.items():
+                self._add(scope, variables)
+        while self._modules:
+            self._add_module(self._modules.pop(), {id(frame.f_globals) for frame in frames})
+            if monotonic_ns() > self._end_ns:
+                return False
+        while self._pending:
+            key, reference, depth = self._pending[0]
+            scope, path = key
+            self._ids: set[int] = set()
+            try:
+                if reference is not None:
+                    self._look_into(key, reference(), depth)
+                else:
+                    variables = scopes.get(scope) or getattr(sys.modules.get(str(scope)), "__dict__", {})
+                    self._look_at(key, variables.get(path), 0)
+            except _SliceOver:
+                if not self._is_first:
+                    return False  # the next slice begins with it
+                self.omitted.add(f"parts of {path}, which is too large")
+            except RuntimeError:
+                self.omitted.add(f"parts of {path}, which changed meanwhile")
+            self._pending.popleft()
+            self._is_first = False
+        return True
+
+    def _read_variables(self, frame: FrameType) -> dict[str, Any]:
+        """Return the variables of a frame; none if that would change a dict that the script has from `locals()`."""
+        code = frame.f_code
+        if code.co_name.startswith("torch_dynamo_resume_in"):
+            self.omitted.add("variables of compiled code")
+            return {}
+        if not code.co_flags & CO_OPTIMIZED or sys.version_info >= (3, 13):
+            return dict(frame.f_locals)
+        if "locals" in code.co_names:
+            self.omitted.add(f"variables of {code.co_name}, which uses locals()")
+            return {}
+        variables = dict(frame.f_locals)
+        if getrefcount(frame.f_locals) == _REFERENCES_OF_FRAME:
+            held = frame.f_locals  # the frame would keep the values
+            for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+                held.pop(name, None)
+        return variables
+
+    def _add(self, scope: CodeType | str, variables: dict[str, Any]) -> None:
+        """Look at these variables later."""
+        names = [name for name in variables if type(name) is str and name[:2] != "__"]
+        self._pending.extend(((scope, name), None, 0) for name in names)
+
+    def _add_module(self, name: str, known_ids: set[int]) -> None:
+        """Look later at the globals of a module of the script, unless their id is known, and note its code."""
+        module = sys.modules.get(name)
+        file = module.__dict__.get("__file__") if type(module) is ModuleType else None
+        if type(file) is not str or "-packages/" in file or file.startswith((_LIBRARY, _DPMON)):
+            return  # the next check takes longer
+        if is_script_file(file):
+            variables = module.__dict__
+            for value in list(variables.values()):
+                members = _own_namespace(value).values() if _is_subclass(type, type(value)) else (value,)
+                self._codes |= {member.__code__: None for member in members if type(member) is FunctionType}
+            if id(variables) not in known_ids:
+                self._add(name, variables)
+
+    # ---------------------------------------------------------------- what
+
+    def _check_time(self) -> None:
+        """Raise _SliceOver if the time is over. Time in which the machine runs other threads does not count."""
+        if monotonic_ns() > self._end_ns and thread_time_ns() > self._end_cpu_ns:
+            raise _SliceOver
+
+    def _look_at(self, key: _Key, value: Any, depth: int) -> None:
+        """Look at a value and, up to MAX_DEPTH, at what it contains."""
+        kind = type(value)
+        if id(kind) in _ATOM_BYTES or id(value) in self._ids or _is_subclass(type, kind):
+            return
+        self._check_time()
+        self._ids.add(id(value))
+        self._objects += 1
+        if depth > MAX_DEPTH or self._objects > MAX_OBJECTS:
+            self.omitted.add(f"objects nested more than {MAX_DEPTH} deep, or beyond {MAX_OBJECTS:,}")
+            return
+        (scope, path), base = key, _container_of(kind)
+        parts: Iterable[tuple[str, Any]] = ()
+        if _is_subclass(_Tensor, kind):
+            self._look_at_graph(key, value)
+        elif base is not None:
+            self._look_at_container(key, value, base)
+            parts = _items(value, base)
+        elif kind is FunctionType:
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            parts = [(f"().{name}", cell.cell_contents) for name, cell in cells if get_referents(cell)]
+        elif kind is MethodType:
+            parts = [("", value.__self__)]
+        elif _namespace_of(value) is None:
+            self.omitted.add("objects of extensions, or with __slots__")
+        elif not self._visited.get(value):
+            try:
+                self._visited.set(value, True)
+                self._pending.append((key, weakref.ref(value), depth))
+            except TypeError:  # it has no weak references
+                self._look_into(key, value, depth)
+        for label, part in parts:
+            self._look_at((scope, f"{path}{label}"), part, depth + 1)
+
+    def _look_into(self, key: _Key, instance: Any, depth: int) -> None:
+        """Look at the attributes of an instance."""
+        (scope, path), namespace = key, _namespace_of(instance)
+        for name, value in [] if namespace is None else list(dict.items(namespace)):
+            if name == "_modules" and _is_subclass(dict, type(value)):
+                for child, module in list(dict.items(value)):
+                    self._look_at((scope, f"{path}.{child}"), module, depth)
+            elif type(name) is str and name not in ("_parameters", "_buffers"):
+                self._look_at((scope, f"{path}.{name}"), value, depth + 1)
+
+    def _look_at_container(self, key: _Key, container: Any, base: Any) -> None:
+        """Note the length of a container, and describe it if it has grown."""
+        length = base.__len__(container)
+        self.sizes[key] = length, 0
+        before, _ = self._before.get(key, (length, 0))
+        if length > before:
+            facts = [_describe_item(item) for _, item in _items(container, base)[-NEWEST_ITEMS:]]
+            sizes = [size for _, _, size, _ in facts if size is not None]
+            new_bytes = (length - before) * sum(sizes) // len(sizes) if len(sizes) == len(facts) else None
+            graphs = any(has_graph for _, _, _, has_graph in facts)
+            if graphs or new_bytes is None or new_bytes >= MIN_BYTES:
+                items, device, _, _ = facts[-1]
+                described = {"items": items, "device": device, "graphs": graphs, "new_bytes": new_bytes}
+                self._note(key, type=base.__name__, count=length, before=before, **described)
+
+    def _look_at_graph(self, key: _Key, tensor: Any) -> None:
+        """Note the length of a tensor's graph, and describe it if it also keeps the operations of the earlier look.
+
+        The length is the number of operations on the way to the oldest one. Where this way skips many operations, as
+        from one step to the one before, another graph joins.
+        """
+        node, length, is_cut = _grad_fn(tensor), 0, False
+        newest = oldest = _number(node) if node is not None else 0
+        jumps = [0]
+        while not is_cut and (children := _earlier_operations(node)):
+            number, node = min(children, key=lambda child: child[0])
+            if len(children) > 1:
+                jumps.append(oldest - number)
+            oldest, length = number, length + 1
+            try:
+                self._check_time()
+            except _SliceOver:
+                if not self._is_first:
+                    raise
+                is_cut = True
+        self.sizes[key] = length, newest
+        before, newest_before = self._before.get(key, (length, newest))
+        if newest > newest_before > oldest and (length > before or is_cut):
+            count = sum(jump * 2 >= max(jumps) for jump in jumps) + 1
+            self._note(key, type="graph", count=count, before=before, graphs=True, length=length, is_cut=is_cut)
+
+    # ---------------------------------------------------------------- what grew
+
+    def _note(self, key: _Key, **facts: object) -> None:
+        scope, path = key
+        function = scope.co_qualname if type(scope) is CodeType and scope.co_flags & CO_OPTIMIZED else None
+        name = shorten_name(path.rpartition("().")[2])
+        self._grown[name, function] = {"name": name, "function": function, "place": None, **facts}
+
+    def largest(self) -> list[dict[str, Any]]:
+        """Return what grew, MAX_NAMES at most: first what keeps graphs, then by the size of the new items."""
+        entries = sorted(self._grown.values(), key=lambda entry: (entry["graphs"], entry.get("new_bytes") or 0))
+        return entries[: -MAX_NAMES - 1 : -1]
+
+    def iter_code(self, names: list[dict[str, Any]]) -> Iterator[None]:
+        """Set the place of each of `names` if only one line makes it grow. Yields often."""
+        for entry in names:
+            match, function, places = _LAST_NAME.search(entry["name"]), entry["function"] or "", set()
+            name, item_key = match.groups() if match is not None else ("", None)
+            codes = [*self._codes]
+            for code in codes:
+                codes += [constant for constant in code.co_consts if type(constant) is CodeType]
+                words = (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)
+                # Another function may have a variable of the same name.
+                if name in words and ("." in entry["name"] or code.co_qualname.startswith(function)):
+                    for line in _growing_lines(code, name, item_key):
+                        if line is not None:
+                            places.add(f"{os.path.basename(code.co_filename)}:{line}")
+                        yield
+                yield
+            if len(places) == 1:
+                entry["place"] = shorten_name(places.pop())
+
+
+def _container_of(kind: type) -> Any:
+    """Return the builtin class of containers from which a class derives; None for others."""
+    return next((base for base in _CONTAINERS if _is_subclass(base, kind)), None)
+
+
+def _items(container: Any, base: Any) -> list[tuple[str, Any]]:
+    """Return a label and the item, for each item of a container, or for the newest ones of a large one."""
+    length = base.__len__(container)
+    first = length - NEWEST_ITEMS if length > ALL_ITEMS else 0
+    if base is dict:
+        pairs = list(islice(reversed(dict.items(container)), length - first))[::-1]
+        keys = [
+            key if type(key) is str and key.isidentifier() else first + index for index, (key, _) in enumerate(pairs)
+        ]
+        return [(f"[{key!r}]", item) for key, (_, item) in zip(keys, pairs, strict=True)]
+    if base is set or base is frozenset:
+        return [("[]", item) for item in islice(base.__iter__(container), length - first)]
+    return [(f"[{index}]", base.__getitem__(container, index)) for index in range(first, length)]
+
+
+def _namespace_of(value: Any) -> Any:
+    """Return the `__dict__` of an instance; None if it has none, or if its class computes it."""
+    for base in _own_mro(type(value)):
+        descriptor = _own_namespace(base).get("__dict__")
+        if descriptor is not None:
+            namespace = descriptor.__get__(value) if type(descriptor) is GetSetDescriptorType else None
+            return namespace if _is_subclass(dict, type(namespace)) else None
+    return None
+
+
+def _describe_item(item: Any, depth: int = 2) -> tuple[str, str | None, int | None, bool]:
+    """Return the class of an item, the device of its tensors, its bytes (None: unknown), and if it keeps a graph."""
+    kind, base = type(item), _container_of(type(item))
+    if _is_subclass(_Tensor, kind):
+        device, size = str(_Tensor.device.__get__(item)), _Tensor.untyped_storage(item).nbytes()
+        return "tensor", device, size, _grad_fn(item) is not None
+    if base is not None and depth:
+        parts = [_describe_item(part, depth - 1) for _, part in _items(item, base)]
+        sizes = [size for _, _, size, _ in parts if size is not None]
+        place = next((device for _, device, _, _ in parts if device is not None), None)
+        return base.__name__, place, sum(sizes) if len(sizes) == len(parts) else None, any(part[3] for part in parts)
+    if kind is str or kind is bytes or kind is getattr(sys.modules.get("numpy"), "ndarray", None):
+        return kind.__name__, None, len(item) if kind is str or kind is bytes else item.nbytes, False
+    return class_name(item), None, _ATOM_BYTES.get(id(kind)), False
+
+
+def _number(node: Any) -> int:
+    """Return the sequence number of an operation, which is larger than those of earlier ones on the same thread."""
+    return int(_Node._sequence_nr(node) if _is_subclass(_Node, type(node)) else node._sequence_nr())
+
+
+def _earlier_operations(node: Any) -> list[tuple[int, Any]]:
+    """Return the operations whose results an operation used, with their numbers; none for parameters and inputs."""
+    if node is None:
+        return []
+    children = _Node.next_functions.__get__(node) if _is_subclass(_Node, type(node)) else node.next_functions
+    numbered = [(_number(child), child) for child, _ in children if child is not None]
+    return [(number, child) for number, child in numbered if number < 1 << 63]
+
+
+def _growing_lines(code: CodeType, name: str, item_key: str | None) -> Iterator[int | None]:
+    """Yield for each instruction the line in which it adds to a variable or attribute; None for others.
+
+    `item_key`: only if it adds to this item of it.
+    """
+    start, constant = (0, 0), None
+    for instruction in get_instructions(code):
+        positions, line, argument = instruction.positions, None, instruction.argval
+        here = (positions.lineno or 0, positions.col_offset or 0) if positions is not None else (0, 0)
+        if instruction.opname == "LOAD_CONST":
+            constant = argument
+        is_item = item_key is None or (type(constant) is str and constant == item_key)
+        words = argument if type(argument) is tuple else (argument,)
+        for access, word in zip(_ACCESS.findall(instruction.opname), words, strict=False):
+            if word == name and access == "LOAD":
+                start = here
+            elif word == name and start[0] >= here[0] > 0:  # its new value comes from the old one
+                line, start = here[0], (0, 0)
+            elif word in _ADDING and start == here and is_item:
+                line = here[0]
+        yield here[0] if instruction.opname == "STORE_SUBSCR" and start == here and is_item else line

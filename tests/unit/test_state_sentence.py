@@ -142,7 +142,8 @@ def test_header_list_status_and_report_say_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     now_ns = time.monotonic_ns()
-    monkeypatch.setattr(RunReader, "activities", lambda _: {0: ("forward", now_ns)})
+    # A start in the future: the activity has just begun, however long this test takes.
+    monkeypatch.setattr(RunReader, "activities", lambda _: {0: ("forward", now_ns + 600 * 10**9)})
     if word == "paused":
         monkeypatch.setattr(RunReader, "pause_state", lambda _: PauseState(True, True, now_ns - 9 * 10**9))
     if word == "waiting for input":

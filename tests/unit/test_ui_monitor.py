@@ -119,7 +119,7 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(
         await on.shows("ending")
         on.reader.new = on.training.run(50)
         on.end(1)
-        await on.shows("✗ failed with exit status 1")
+        await on.shows("✗ failed")
         await on.shows("step 250      mean ")
         await on.shows("RuntimeError: boom")
         await on.shows("q close")

@@ -231,9 +231,11 @@ def _note_rows(screen: ScreenData, comparison: Comparison, width: int) -> list[R
     elif not refusal:  # which explains why the other mode was not seen
         (other,) = (mode for mode in MODES_COMPARED if mode not in comparison.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
-        if not screen.can_toggle:
-            hint = [(f"{other} was not seen" + (" until then" if screen.cursor.is_playback else ""), "dim")]
-        rows.append(hint if row_width(hint) <= width else hint[:2])
+        if screen.can_toggle:
+            rows.append(hint if row_width(hint) <= width else hint[:2])
+        else:
+            until_text = " until then" if screen.cursor.is_playback else ""
+            rows += wrap_to_rows(f"{other} was not seen{until_text}", width)
     if len(comparison.sides) > 1:
         if comparison.virtual:
             has_room = is_full_screen or len(_VIRTUAL_NOTE) <= width

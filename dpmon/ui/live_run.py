@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -159,8 +159,9 @@ class LiveRun:
         self.move_cursor(lambda cursor: cursor)
         if self.cursor.time_ns is None:
             try:
-                self._refresh_state(reader)
-                self._update_mode_request(reader)
+                with self.reading_facts():
+                    self._refresh_state(reader)
+                    self._update_mode_request(reader)
             except HistoryError as error:
                 self.note_unreadable(error)
 
@@ -204,6 +205,18 @@ class LiveRun:
             self._history.close()
             self._history = history
         return RunAnalysis(self._store.as_of(time_ns), selection, ended, self._caches)
+
+    @contextmanager
+    def reading_facts(self) -> Iterator[None]:
+        """Raise HistoryError instead of what damaged records raise when the block needs a fact of `state`."""
+        try:
+            yield
+        except Exception as error:
+            from dpmon.store.database import DAMAGE
+
+            if isinstance(error, DAMAGE):
+                raise HistoryError(f"the history is damaged: {error or type(error).__name__}") from error
+            raise
 
     def note_unreadable(self, error: HistoryError) -> None:
         """Go back to the state of the last picture, whose facts are known, and warn of the error."""

@@ -250,13 +250,14 @@ class Monitor(App[str]):
         self.live_run.finish_drawing()
 
     def _draw_panels(self, width: int, height: int) -> None:
-        data = self.data_to_draw()
-        slots = panel_slots(data, width, height)
-        self._move_hidden_focus(data, slots)
-        if data.view.focus != self.view.focus:
+        with self.live_run.reading_facts():
             data = self.data_to_draw()
-        self.slots = slots
-        rows = paint_screen(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
+            slots = panel_slots(data, width, height)
+            self._move_hidden_focus(data, slots)
+            if data.view.focus != self.view.focus:
+                data = self.data_to_draw()
+            self.slots = slots
+            rows = paint_screen(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
         self._panel_view.show_rows(rows, None if self._is_dialog_open else self.terminal)
 
     def _move_hidden_focus(self, data: ScreenData, slots: Mapping[str, Slot]) -> None:

@@ -130,16 +130,17 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(
         await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
 
 
+@pytest.mark.parametrize("error", [HistoryError("disk I/O error"), TypeError("'str' is no number")])
 async def test_a_history_that_cannot_be_read_while_drawing_leaves_the_last_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def damaged(*_: Any) -> None:
-        raise HistoryError("disk I/O error")
+        raise error
 
     async with open_screen(tmp_path) as on:
         await on.shows("last 2 min")
         monkeypatch.setattr("dpmon.model.run_process.read_columns", damaged)
-        await on.shows("disk I/O error")
+        await on.shows(str(error))
         assert "last 2 min" in on.text()
 
 

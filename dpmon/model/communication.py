@@ -96,7 +96,7 @@ class Communication:
     sampled_of: int = 0
     """Number of steps of the main kind of all ranks in the time that these samples cover."""
     elsewhere: tuple[RankTimes, ...] = ()
-    """The ranks of other nodes, if a snapshot covers only one node: its ranks may wait for one of them."""
+    """The ranks of other nodes, if the analysis covers only one node: its ranks may wait for one of them."""
 
     @cached_property
     def unit(self) -> str:
@@ -275,7 +275,7 @@ def build_communication(
 
     `ranks`: with means per step. `tally`: the steps of the main kind of the process that represents the run.
     `collectives`: the collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
-    `elsewhere`: the ranks of nodes outside the snapshot.
+    `elsewhere`: the ranks of nodes outside the analysis.
     """
     if len(ranks) < 2 and not wrappers:
         return None

@@ -505,7 +505,7 @@ class LiveRun:
     def slow_steps(self, screen: ScreenData, limit: int) -> SlowSteps | None:
         """Return the longest steps of the time range and the mode on the screen; None if the records cannot be read.
 
-        Unlike a snapshot, this has no limits of a screen: it may take a second.
+        Unlike a picture, this has no limits of a screen: it may take a second.
         """
         selection = self._select(screen.view)
 

@@ -709,7 +709,7 @@ class Monitor(App[str]):
         self._run_in_thread(read, show)
 
     def action_warnings(self) -> None:
-        """Show the newest warnings, as many as the snapshot has."""
+        """Show the newest warnings, as many as the state of the run has."""
 
         def build_rows(width: int) -> list[Row]:
             rows: list[Row] = []

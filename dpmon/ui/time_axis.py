@@ -120,7 +120,7 @@ def shift_by_parts(screen: ScreenData, parts: int) -> int:
 
 
 def _history_end(screen: ScreenData) -> tuple[RunAnalysis, int]:
-    """Return the snapshot and the time (ns) until which the histories go."""
+    """Return the state of the run and the time (ns) until which the histories go."""
     frozen_ns = screen.cursor.frozen_ns
     if screen.history_state is None or frozen_ns is None:
         return screen.state, screen.elapsed_ns

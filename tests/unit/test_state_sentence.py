@@ -91,15 +91,16 @@ def read_places(directory: Path, capsys: pytest.CaptureFixture[str]) -> Said:
         screen = run.build_screen_data(View())
         run.refresh()
     screen = run.build_screen_data(View())
-    run.close()
     word, _, detail = describe_activity(screen)
     header = f"{word} {detail}".rstrip() if screen.is_over else word.lower()
+    panel = [plain_text(row) for row in render_panel(screen, 200, 2)]
+    run.close()
     return Said(
         format_state(listed["state"]),
         header,
         (timeless(lines[0].partition("  ")[2]), timeless(report.partition("): ")[2])),
         [line.strip() for line in output("ls")[1][2:]],
-        (*(plain_text(row) for row in render_panel(screen, 200, 2)), *lines),
+        (*panel, *lines),
         status,
     )
 

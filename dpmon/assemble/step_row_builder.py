@@ -21,6 +21,8 @@ from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
 _NO_SPANS: Sequence[Span] = ()
+_MAX_EDGE_GAP_NS = 1_000_000
+"""Longest time between a measurement at the edge of a step and that edge."""
 
 
 class StepRowBuilder:
@@ -225,11 +227,15 @@ class StepRowBuilder:
 
 
 def end_without_overhead(items: Sequence[Item], end: int) -> int:
-    """Return the end of a step that ends at `end`, without dpmon's own spans just before."""
+    """Return the end of a step that ends at `end`, without dpmon's own spans just before.
+
+    A measurement of memory after a backward pass may be followed by the script's own work, such as logging.
+    """
     for item in reversed(items):
         if isinstance(item, QueuedEvent):
             continue
-        if item.span.kind not in EDGE:
+        is_followed_by_work = item.span.kind == Kind.MEMORY and end - item.span.end > _MAX_EDGE_GAP_NS
+        if item.span.kind not in EDGE or is_followed_by_work:
             break
         end = item.span.start
     return end

@@ -222,6 +222,13 @@ def test_only_measurements_inside_a_step_are_part_of_it(loop: str, least: float,
     assert all(least < wall < most for wall in found)
 
 
+def test_work_after_a_measurement_is_part_of_a_step_without_an_update() -> None:
+    """The script of a micro-batch sleeps or logs for 300 ms after its backward pass, in which memory is measured."""
+    first, second, *_ = of("m d f b r=2 w300 d f b w300 d l w300 d f b ").steps
+    assert 300 < walls([first])[0] < 310
+    assert 300 < walls([second])[0] < 310
+
+
 def test_a_measurement_inside_a_phase_is_subtracted_from_it() -> None:
     (step,) = of("d f b=2( r=50 ) o").steps
     assert ns(step)["backward"] == 2.1

@@ -213,13 +213,11 @@ def test_memory_that_rises_with_the_batches_does_not_grow() -> None:
     assert read_memory_trends(recording.store()) == []
 
 
-def test_a_long_run_is_judged_by_all_of_it_and_by_its_newest_hour() -> None:
+def test_a_long_run_is_judged_by_its_newest_hour() -> None:
     _, rows = train(3 * 3600, 20_000)
-    slow = trends_of(rows, host_samples(3 * 3600, lambda t: GIB + t * 0.05 * MIB)[::10])
-    late = trends_of(rows, host_samples(3 * 3600, lambda t: GIB + max(t - 7400, 0) * MIB)[::10])
-    assert [trend.matters for trend in (*slow, *late)] == [True, True]
-    assert slow[0].growth.steps > 300
-    assert late[0].growth.steps < 180
+    (late,) = trends_of(rows, host_samples(3 * 3600, lambda t: GIB + max(t - 7400, 0) * MIB)[::10])
+    assert late.matters
+    assert late.growth.steps < 180
 
 
 def test_the_tensors_of_a_gpu_grow_within_its_total_memory() -> None:

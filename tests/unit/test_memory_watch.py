@@ -14,8 +14,7 @@ from dpmon.model.run_events import LoaderStart
 from dpmon.run import failure_cause
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.store.growth_text import describe_growth
-from dpmon.store.memory_growth import MemoryTrend
+from dpmon.store.memory_growth import MemoryTrend, describe_growth
 from dpmon.supervise.memory_watch import CHECK_S, WALK_S, MemoryWatch, add_memory_note
 from support.analysis_builders import GIB, GROWING_MEMORY, HEALTHY_RUN, MIB
 from support.history_builders import with_changes
@@ -92,7 +91,7 @@ def test_what_is_said_of_names() -> None:
     assert describe_growth({**GROWTH, "omitted": ["variables of main, which uses locals()"]}) == [
         "`kept` (train.py:6) keeps 296 graphs alive",
         "list `history` holds 1,200 tensors (cuda:0)",
-        "train.py:9 allocated 8.0 MiB on GPUs that were not freed",
+        "train.py:9 keeps 8.0 MiB on GPUs",
         "not looked at: variables of main, which uses locals()",
     ]
     cut = {**GRAPH, "count": 1, "is_cut": True, "place": None}

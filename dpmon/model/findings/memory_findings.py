@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import process_suffix
-from dpmon.store.growth_text import describe_growth
-from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
+from dpmon.store.memory_growth import HOST_NAME, MemoryTrend, describe_growth
 from dpmon.text.formatting import format_bytes, format_bytes_of_total, format_count, format_count_with_noun
 
 if TYPE_CHECKING:

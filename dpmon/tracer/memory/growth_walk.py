@@ -1,9 +1,9 @@
 """Finds what keeps more and more memory alive: containers and autograd graphs of the script, by name and line.
 
 A reader requests it. Twice, some steps apart, it looks at the variables of the script's frames on the training thread
-and at the globals of its modules, and records what grew. It looks between two steps, for at most SLICE_NS each time.
-In between it keeps names, sizes, code and weak references, so that no object of the script lives longer. It runs no
-code of the script: types come from `type`, contents from the methods of builtin classes.
+and at the globals of its modules, and records what grew. It looks between two steps, for about SLICE_NS each time. In
+between it keeps names, sizes, code and weak references, so that no object of the script lives longer. It runs no code
+of the script: types come from `type`, contents from the methods of builtin classes.
 
 A graph is followed from each operation to the oldest one before it, by autograd's sequence numbers. A running sum of
 losses thus leads from step to step, without the operations inside the steps.
@@ -23,7 +23,7 @@ from inspect import CO_OPTIMIZED
 from itertools import islice
 from sys import getrefcount
 from time import monotonic_ns
-from types import CodeType, FrameType, GetSetDescriptorType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -38,15 +38,14 @@ from dpmon.tracer.memory.allocator import end_allocation_history, start_allocati
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 SLICE_NS, CHECK_NS = 2_000_000, 1_000_000_000
-"""Longest time between two steps for which this looks; interval between checks for a request."""
+"""Time for which it looks between two steps, after which it finishes one variable; interval of checks for a request."""
 MIN_GAP_NS, MIN_GAP_STEPS = 1_000_000_000, 16
 """Least time and number of steps between the two looks."""
-MAX_OBJECTS, MAX_OBJECTS_AT_ONCE, MAX_DEPTH = 100_000, 500, 6
-"""Limits for one look, for one variable or instance with the containers in it, and for containers in each other."""
+MAX_OBJECTS, MAX_AT_ONCE, MAX_DEPTH, MAX_NAMES = 100_000, 500, 6, 5
+"""Most objects in one look; most objects and operations of graphs in one variable or instance with its containers; most
+containers inside each other; most names in a record."""
 ALL_ITEMS, NEWEST_ITEMS = 64, 4
 """Of a container with more than ALL_ITEMS, the newest ones are looked at."""
-MAX_OPERATIONS, MAX_NAMES = 1000, 5
-"""Operations of a graph that are followed; names in a record."""
 MIN_BYTES = 1 << 16
 """A container is not named if its new items are known to hold less than this."""
 _is_subclass, _own_mro = type.__subclasscheck__, type.__dict__["__mro__"].__get__
@@ -55,15 +54,17 @@ _Tensor: Any = torch._C.TensorBase
 _Node: Any = torch._C._FunctionBase
 _grad_fn = _Tensor.grad_fn.__get__
 _CONTAINERS: tuple[Any, ...] = (list, dict, tuple, deque)
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), ModuleType, CodeType, torch.dtype, torch.device)
+_ATOMS = (
+    *(int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device),
+    *(ModuleType, CodeType, FunctionType, weakref.ref, set),
+)
+"""Classes of what is not looked into."""
 _ATOM_BYTES = dict.fromkeys(map(id, _ATOMS), 64)
 """By the id of a class, because its metaclass may define a hash."""
 _ACCESS = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF|ATTR|METHOD)")
 _ADDING = ("append", "appendleft", "extend", "extendleft", "add", "update", "setdefault", "insert")
 _LAST_NAME = re.compile(r"(\w+)(?:\['\w+'\]|\[\d+\])*$")
 """The last name in a path."""
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_DPMON = __file__.removesuffix(os.path.join("tracer", "memory", os.path.basename(__file__)))
 _REFERENCES_OF_FRAME = 2
 """To the dict of a frame's variables, while it is an argument."""
 _Key = tuple[CodeType | str, str]
@@ -140,7 +141,7 @@ class _Look:
         """Number of items and 0; of a graph its length and the number of its newest operation."""
         self.omitted: set[str] = set()
         self._grown: dict[tuple[str, str | None], dict[str, Any]] = {}
-        """By name and function."""
+        """By name and function; several frames may share their variables."""
         self._before = before
         self._objects = 0
         self._visited: IdentityTable[bool] = IdentityTable()
@@ -149,7 +150,7 @@ class _Look:
         self._modules = [*sys.modules]
         """Names of the modules that may be the script's."""
         self._pending: deque[tuple[_Key, weakref.ref[Any] | None]] = deque()
-        """What is looked at next: its key; the instance, unless it is the variable itself."""
+        """What to look at next: its key; and the instance, unless it is the variable itself."""
 
     # ---------------------------------------------------------------- where
 
@@ -167,6 +168,7 @@ class _Look:
         while self._pending and monotonic_ns() < end_ns:
             (scope, path), reference = self._pending.popleft()
             self._ids: set[int] = set()
+            self._room = MAX_AT_ONCE
             try:
                 if reference is not None:
                     self._look_into((scope, path), reference())
@@ -201,9 +203,9 @@ class _Look:
         """Look later at the globals of a module of the script, unless their id is known."""
         module = sys.modules.get(name)
         file = module.__dict__.get("__file__") if type(module) is ModuleType else None
-        if type(file) is not str or "-packages/" in file or file.startswith((_LIBRARY, _DPMON)):
-            return  # the next check takes longer
-        if is_script_file(file) and id(module.__dict__) not in known_ids:
+        if type(file) is not str or not is_script_file(file) or name.startswith("dpmon."):
+            return
+        if id(module.__dict__) not in known_ids:
             self._add(name, module.__dict__)
 
     # ---------------------------------------------------------------- what
@@ -215,7 +217,8 @@ class _Look:
             return
         self._ids.add(id(value))
         self._objects += 1
-        if depth > MAX_DEPTH or len(self._ids) > MAX_OBJECTS_AT_ONCE or self._objects > MAX_OBJECTS:
+        self._room -= 1
+        if depth > MAX_DEPTH or self._room < 0 or self._objects > MAX_OBJECTS:
             self.omitted.add(f"objects nested more than {MAX_DEPTH} deep, or too many")
             return
         (scope, path), base = key, _container_of(kind)
@@ -242,7 +245,7 @@ class _Look:
                 self._look_at((scope, f"{path}.{name}"), value, 0)
 
     def _look_at_container(self, key: _Key, container: Any, base: Any) -> None:
-        """Note the length of a container, and describe it if it has grown."""
+        """Note the length of a container. Describe the container if it has grown and its newest item may be large."""
         length = base.__len__(container)
         self.sizes[key] = length, 0
         before, _ = self._before.get(key, (length, 0))
@@ -259,20 +262,21 @@ class _Look:
             self._note(key, type=base.__name__, count=length, before=before, **described)
 
     def _look_at_graph(self, key: _Key, tensor: Any) -> None:
-        """Note the length of a tensor's graph, and describe it if it also keeps the operations of the earlier look.
+        """Note the length of a tensor's graph. Describe the graph if it also holds operations of the earlier look.
 
-        The length is the number of operations on the way to the oldest one. Where this way skips many operations, as
-        from one step to the one before, another graph joins.
+        The length is the number of operations on the way to the oldest one. Where the way skips many operations, as
+        from one step to the step before, another graph has been added.
         """
         node, length = _grad_fn(tensor), 0
         newest = oldest = _number(node) if node is not None else 0
         jumps = [0]
-        while length < MAX_OPERATIONS and (children := _earlier_operations(node)):
+        while self._room > 0 and (children := _earlier_operations(node)):
+            self._room -= 1
             number, node = min(children, key=lambda child: child[0])
             if len(children) > 1:
                 jumps.append(oldest - number)
             oldest, length = number, length + 1
-        is_cut = length == MAX_OPERATIONS
+        is_cut = self._room == 0
         self.sizes[key] = length, newest
         before, newest_before = self._before.get(key, (length, newest))
         if newest > newest_before > oldest and (length > before or is_cut):

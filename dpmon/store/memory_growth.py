@@ -6,7 +6,7 @@ Memory rises for reasons that are no leak. The estimate resists each of them:
   steps and after the last batch that was larger than all before; of the rest, the first quarter is left out.
 - evaluations, checkpoints, garbage that waits for its collection: the settled part is divided into blocks of equally
   many steps. The value of a block is the lowest of its samples, or of a later block: only what stays counts.
-- a step in level (a segment of an allocator, workers that start again): the growth is the trimmed mean of the
+- single jumps (a segment of an allocator, workers that start again): the growth is the trimmed mean of the
   differences between blocks, which one or two large ones do not change. Its 95% interval is Yuen's, from the spread of
   the differences, which are independent even if memory changes by random steps; the residuals of a line are not.
 - a cache by shape, and all that levels off: each third of the settled part must grow at 60% of the mean rate or more.
@@ -37,10 +37,10 @@ MIN_POINTS, MIN_STEPS = 9, 30
 """Fewest samples and steps of the settled part."""
 MIN_THIRD_SHARE = 0.6
 MIN_ADDED_BYTES, MIN_ADDED_SHARE = 64 << 20, 0.1
-"""Growth matters from these bytes, and from this share of the memory before it or of that left until the limit. With
-less, a long warm-up looks alike."""
+"""Growth matters from these bytes on, and from this share of the memory before it (or of the memory left, if that is
+less). Smaller growth may be a long warm-up."""
 HORIZON_S = 24 * 3600
-"""Growth matters if it reaches the limit within a day: how many steps a script plans is unknown."""
+"""Growth matters if it reaches the limit within a day: dpmon does not know how many steps will follow."""
 _T_975 = {9: 2.571, 15: 2.262}
 """Student's t for the trimmed differences of so many blocks."""
 _MIN_LARGER = 1.02

@@ -247,7 +247,8 @@ def test_without_samples_or_steps_there_is_no_trend() -> None:
 def test_the_finding_is_one_sentence() -> None:
     (finding,) = find_memory_growth(with_changes(HEALTHY_RUN, memory_trends=[GROWING_MEMORY], end_ns=None))
     assert finding.text == (
-        "Memory of the run grows 2.20 MiB a step; the limit (23.5 GiB; cgroup) is reached in about 9,800 steps, 41 min."
+        "Memory of the run grows 2.20 MiB per step; the limit (23.5 GiB; cgroup) is reached in about 9,800 steps,"
+        " 41 min."
     )
     gpu = GROWING_MEMORY._replace(device="cuda:1", process=3, room_bytes=GIB)
     run = with_changes(HEALTHY_RUN, memory_trends=[GROWING_MEMORY, gpu], names={3: "rank 3"})

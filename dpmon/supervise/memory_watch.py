@@ -16,9 +16,9 @@ from dpmon.store.ring_drain import RingDrain
 CHECK_S, WALK_S = 5.0, 180.0
 """Time between two checks whether memory grows, and between two requests to the training processes."""
 MAX_PROCESSES = 16
-"""How many processes are asked."""
+"""Most processes that are asked."""
 MIN_FREE_SHARE = 0.1
-"""The processes are also asked if less of the memory of a GPU is free."""
+"""The processes are also asked if a smaller share of the memory of a GPU is free."""
 _NO_MEMORY = re.compile(
     "out of ?memory|MemoryError|Cannot allocate memory|can't allocate memory|Unable to allocate", re.I
 )

@@ -212,6 +212,26 @@ def test_the_count_of_graphs_is_exact() -> None:
     assert "last" not in found
 
 
+def test_the_work_on_one_variable_is_limited() -> None:
+    def train() -> tuple[_Look, dict[str, Any]]:
+        total, graphs = torch.zeros((), requires_grad=True), []
+        for step in range(2000):
+            total = total + torch.ones((), requires_grad=True) * 2
+            if step % 100 == 0:
+                graphs.append(total)
+            if step == 1980:
+                sizes = whole(_Look({})).sizes
+        second = whole(_Look(sizes))
+        del total, graphs
+        return second, {entry["name"]: entry for entry in second.largest()}
+
+    look, found = train()
+    assert found["total"]["is_cut"]
+    assert growth_walk.MAX_AT_ONCE - 2 <= found["total"]["count"] <= growth_walk.MAX_AT_ONCE
+    assert sum(count for path, count in sizes_of(look).items() if path.startswith("graphs[")) < growth_walk.MAX_AT_ONCE
+    assert any("or too many" in text for text in look.omitted)
+
+
 def test_a_slice_is_short_and_a_large_model_takes_several() -> None:
     net = torch.nn.ModuleList(torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(20))) for _ in range(60))
 

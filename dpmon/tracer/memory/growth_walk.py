@@ -156,13 +156,13 @@ class _Look:
 
     def run(self) -> bool:
         """Look for about SLICE_NS. Return whether the look is complete."""
-        end_ns = monotonic_ns() + SLICE_NS
         frames = [frame for frame in iter_callers(sys._getframe(1)) if is_script_file(frame.f_code.co_filename)]
         scopes: dict[Any, dict[str, Any]] = {frame.f_code: self._read_variables(frame) for frame in reversed(frames)}
         if not self._codes:
             self._codes = list(scopes)
             for scope, variables in scopes.items():
                 self._add(scope, variables)
+        end_ns = monotonic_ns() + SLICE_NS  # from here on, so that each slice gets further
         while self._modules and monotonic_ns() < end_ns:
             self._add_module(self._modules.pop(), {id(frame.f_globals) for frame in frames})
         while self._pending and monotonic_ns() < end_ns:

@@ -1,4 +1,4 @@
-"""Whether the memory of a run grows from step to step, and when it reaches its limit: host memory, and each GPU.
+"""Whether the memory of a run (on the host, and on each GPU) grows from step to step, when it is full, and what grows.
 
 Memory rises for reasons that are no leak. The estimate resists each of them:
 
@@ -6,7 +6,7 @@ Memory rises for reasons that are no leak. The estimate resists each of them:
   steps and after the last batch that was larger than all before; of the rest, the first quarter is left out.
 - evaluations, checkpoints, garbage that waits for its collection: the settled part is divided into blocks of equally
   many steps. The value of a block is the lowest of its samples, or of a later block: only what stays counts.
-- a step in level (a segment of an allocator, workers that start again): the growth is the trimmed mean of the
+- single jumps (a segment of an allocator, workers that start again): the growth is the trimmed mean of the
   differences between blocks, which one or two large ones do not change. Its 95% interval is Yuen's, from the spread of
   the differences, which are independent even if memory changes by random steps; the residuals of a line are not.
 - a cache by shape, and all that levels off: each third of the settled part must grow at 60% of the mean rate or more.
@@ -22,32 +22,32 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.schema import SECOND, STEP, WARM_UP_STEPS, step_kind
-from dpmon.store.device_rollups import DEVICE_ROLLUPS
-from dpmon.store.events import HOST, IS_SAMPLE, read_events, read_newest_memory
+from dpmon.store.events import IS_SAMPLE, read_events, read_newest_memory
 from dpmon.store.table import LAST_NS
 from dpmon.store.tally_tables import read_tally_rows
-from dpmon.store.time_buckets import BEFORE_S, WIDTHS
+from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 HOST_NAME = "host"
 NEWEST_S = 3600
-"""Growth is estimated over the newest hour; that of host memory also over the whole run, from means of minutes."""
+"""Growth is estimated over the newest hour."""
 MIN_POINTS, MIN_STEPS = 9, 30
 """Fewest samples and steps of the settled part."""
 MIN_THIRD_SHARE = 0.6
 MIN_ADDED_BYTES, MIN_ADDED_SHARE = 64 << 20, 0.1
-"""Growth matters from these bytes, and from this share of the memory before it or of that left until the limit. With
-less, a long warm-up looks alike."""
+"""Growth matters from these bytes on, and from this share of the memory before it (or of the memory left, if that is
+less). Smaller growth may be a long warm-up."""
 HORIZON_S = 24 * 3600
-"""Growth matters if it reaches the limit within a day: how many steps a script plans is unknown."""
+"""Growth matters if it reaches the limit within a day: dpmon does not know how many steps will follow."""
 _T_975 = {9: 2.571, 15: 2.262}
 """Student's t for the trimmed differences of so many blocks."""
 _MIN_LARGER = 1.02
 _MAX_PROCESSES, _MAX_GPUS = 16, 64
 _MIN_BUCKETS = 60
 """Fewest time buckets of which the steps are known; between them, they are interpolated."""
+_PLURALS = {"tensor": "tensors", "list": "lists", "dict": "dicts", "tuple": "tuples"}
 Samples = Sequence[tuple[float, float]]
 """Times (ns since the run's start), or steps so far, and bytes; in order."""
 
@@ -219,19 +219,10 @@ def _read_host_trends(store: Store, steps: _StepCount) -> list[MemoryTrend | Non
     trends: list[MemoryTrend | None] = []
     for source, (limit, limit_bytes, room_bytes) in limits.items():
         trend = steps.trend(HOST_NAME, None, samples[source])
-        if source is None and steps.newest_ns > 0:
-            whole = steps.trend(HOST_NAME, None, _read_host_minutes(store, steps.end_ns // SECOND))
-            trend = whole if whole is not None and whole.is_growing else trend
         if trend is not None:
             node = None if source is None else -1 - source
             trends.append(trend._replace(node=node, limit=limit, limit_bytes=limit_bytes, room_bytes=room_bytes))
     return trends
-
-
-def _read_host_minutes(store: Store, end_s: int) -> Samples:
-    condition = "WHERE device = ? AND name = 'run_mem_bytes' AND start_s > ? AND start_s < ? ORDER BY start_s"
-    rows = DEVICE_ROLLUPS.select(store.connection, condition, (HOST, BEFORE_S, end_s + store.origin_s - 60))
-    return [((row.start_s - store.origin_s + 30) * SECOND, row.total / row.count) for row in rows]
 
 
 def _read_gpu_trend(store: Store, steps: _StepCount, process: int, device: Mapping[str, Any]) -> MemoryTrend | None:
@@ -255,3 +246,33 @@ def _read_gpu_trend(store: Store, steps: _StepCount, process: int, device: Mappi
             room = total - in_use - (gpu.data.get("mem_reserved_bytes") or 0) + cached
             trend = trend._replace(limit="GPU", limit_bytes=total, room_bytes=max(room, 0))
     return trend
+
+
+# ------------------------------------------------------------------------------------------------ in words
+
+
+def format_mib(byte_count: float | None) -> str:
+    """Return bytes in the unit that suits the limits of memory: "512.0 MiB"; "–" if they are unknown."""
+    return "–" if byte_count is None else f"{byte_count / (1 << 20):,.1f} MiB"
+
+
+def describe_growth(data: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each name and each line of a `growth` record, then what was not looked at.
+
+    "`kept` (train.py:6) keeps 296 graphs alive", "list `history` (train.py:14) holds 1,200 tensors (cuda:0)".
+    """
+    texts = [_describe_name(entry) for entry in data["names"]]
+    texts += [f"{line['place']} keeps {format_mib(line['bytes'])} on GPUs" for line in data["allocations"]]
+    return [*texts, f"not looked at: {', '.join(data['omitted'])}"] if data["omitted"] else texts
+
+
+def _describe_name(entry: Mapping[str, Any]) -> str:
+    place = "" if entry.get("place") is None else f" ({entry['place']})"
+    count, name, items = entry["count"], f"`{entry['name']}`{place}", entry.get("items", "")
+    if entry["type"] == "graph":
+        least = "at least " * entry["is_cut"]
+        kept = f"{count:,} graphs" if count > 1 else f"a graph of {entry['length']:,} operations in a row"
+        return f"{name} keeps {least}{kept} alive"
+    device = f" ({entry['device']})" if entry["device"] else ""
+    graphs = " and their graphs" * entry["graphs"]
+    return f"{entry['type']} {name} holds {count:,} {_PLURALS.get(items, f'objects ({items})')}{device}{graphs}"

@@ -10,16 +10,15 @@ from pathlib import Path
 from dpmon.run.run_directory import ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
-from dpmon.store.growth_text import describe_growth, format_mib
-from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
+from dpmon.store.memory_growth import HOST_NAME, MemoryTrend, describe_growth, format_mib
 from dpmon.store.ring_drain import RingDrain
 
-CHECK_S, WALK_S = 10.0, 180.0
+CHECK_S, WALK_S = 5.0, 180.0
 """Time between two checks whether memory grows, and between two requests to the training processes."""
 MAX_PROCESSES = 16
-"""How many processes are asked."""
+"""Most processes that are asked."""
 MIN_FREE_SHARE = 0.1
-"""The processes are also asked if less of the memory of a GPU is free."""
+"""The processes are also asked if a smaller share of the memory of a GPU is free."""
 _NO_MEMORY = re.compile(
     "out of ?memory|MemoryError|Cannot allocate memory|can't allocate memory|Unable to allocate", re.I
 )
@@ -47,7 +46,7 @@ class MemoryWatch:
             self._drain.warn(f"growth of memory is no longer watched: {type(error).__name__}: {error}")
 
     def _ask(self, now_s: float) -> None:
-        if any(trend.matters or _is_nearly_full(trend) for trend in self._drain.memory_trends()):
+        if any(trend.is_growing or _is_nearly_full(trend) for trend in self._drain.memory_trends()):
             self._next_s = now_s + WALK_S
             for path in ring_paths(self._directory)[:MAX_PROCESSES]:
                 with suppress(RingError, OSError), closing(SpanReader(str(path))) as ring:

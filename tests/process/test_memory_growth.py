@@ -77,7 +77,7 @@ def test_each_cause_has_the_finding_of_the_documentation(name: str, dpmon: Dpmon
     page = PAGE.read_text(encoding="utf-8")
     rows = dict(_ROW.findall(_TABLE.search(page)[0]))  # type: ignore[index]
     if os.environ.get("DPMON_GOLDEN") == "write":
-        rows[CAUSES[name]] = "none" if trend is None else f"{trend.growth.step_bytes / MIB:.1f} MiB a step"
+        rows[CAUSES[name]] = "none" if trend is None else f"{trend.growth.step_bytes / MIB:.1f} MiB per step"
         PAGE.write_text(_TABLE.sub("".join(f"| {keeps} | {grown} |\n" for keeps, grown in rows.items()), page))
     expected = rows[CAUSES[name]]
     if expected == "none":

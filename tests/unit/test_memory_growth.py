@@ -213,13 +213,11 @@ def test_memory_that_rises_with_the_batches_does_not_grow() -> None:
     assert read_memory_trends(recording.store()) == []
 
 
-def test_a_long_run_is_judged_by_all_of_it_and_by_its_newest_hour() -> None:
+def test_a_long_run_is_judged_by_its_newest_hour() -> None:
     _, rows = train(3 * 3600, 20_000)
-    slow = trends_of(rows, host_samples(3 * 3600, lambda t: GIB + t * 0.05 * MIB)[::10])
-    late = trends_of(rows, host_samples(3 * 3600, lambda t: GIB + max(t - 7400, 0) * MIB)[::10])
-    assert [trend.matters for trend in (*slow, *late)] == [True, True]
-    assert slow[0].growth.steps > 300
-    assert late[0].growth.steps < 180
+    (late,) = trends_of(rows, host_samples(3 * 3600, lambda t: GIB + max(t - 7400, 0) * MIB)[::10])
+    assert late.matters
+    assert late.growth.steps < 180
 
 
 def test_the_tensors_of_a_gpu_grow_within_its_total_memory() -> None:
@@ -249,7 +247,8 @@ def test_without_samples_or_steps_there_is_no_trend() -> None:
 def test_the_finding_is_one_sentence() -> None:
     (finding,) = find_memory_growth(with_changes(HEALTHY_RUN, memory_trends=[GROWING_MEMORY], end_ns=None))
     assert finding.text == (
-        "Memory of the run grows 2.20 MiB a step; the limit (23.5 GiB; cgroup) is reached in about 9,800 steps, 41 min."
+        "Memory of the run grows 2.20 MiB per step; the limit (23.5 GiB; cgroup) is reached in about 9,800 steps,"
+        " 41 min."
     )
     gpu = GROWING_MEMORY._replace(device="cuda:1", process=3, room_bytes=GIB)
     run = with_changes(HEALTHY_RUN, memory_trends=[GROWING_MEMORY, gpu], names={3: "rank 3"})

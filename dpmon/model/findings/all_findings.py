@@ -12,12 +12,7 @@ MIN_SAVED_SHARE = 0.02
 """A finding is omitted if its advice saves less than this share of the time of steps and between them."""
 _FIRST_KINDS = ("failed", "loss", "quiet", "stall", "memory")
 """Kinds that come before all others: the run failed, stood still, or will fail."""
-_FINDERS = (
-    *failure_findings.FINDERS,
-    *memory_findings.FINDERS,
-    *time_findings.FINDERS,
-    *device_findings.FINDERS,
-)
+_FINDERS = (*failure_findings.FINDERS, *memory_findings.FINDERS, *time_findings.FINDERS, *device_findings.FINDERS)
 
 
 def find_all(run: RunAnalysis) -> list[Finding]:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import process_suffix
-from dpmon.store.growth_text import describe_growth
-from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
+from dpmon.store.memory_growth import HOST_NAME, MemoryTrend, describe_growth
 from dpmon.text.formatting import format_bytes, format_bytes_of_total, format_count, format_count_with_noun
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def memory_owner(trend: MemoryTrend) -> str:
 
 
 def time_until_limit(trend: MemoryTrend) -> str:
-    """Return when memory that grows reaches its limit: "40 min"."""
+    """Return the time until growing memory reaches its limit: "40 min"."""
     seconds = trend.seconds_left or 0.0
     for unit_s, unit in ((3600, "h"), (60, "min")):
         if seconds >= 2 * unit_s:
@@ -49,13 +48,13 @@ def find_memory_growth(run: RunAnalysis) -> Iterator[Finding]:
             owner += f" of {run.names.get(trend.process, f'process {trend.process}')}"
         tense = "is" if run.end_ns is None else "would be"
         steps_left = trend.steps_left or 0
-        steps_text = format_count(round(steps_left, 2 - len(str(steps_left))))  # the growth is not known better
+        steps_text = format_count(round(steps_left, 2 - len(str(steps_left))))  # the growth is not known more exactly
         low, high = format_bytes(growth.low_bytes), format_bytes(growth.high_bytes)
         yield Finding(
             KIND,
-            f"{owner} grows {format_bytes(growth.step_bytes)} a step; the limit ({format_bytes(trend.limit_bytes)};"
+            f"{owner} grows {format_bytes(growth.step_bytes)} per step; the limit ({format_bytes(trend.limit_bytes)};"
             f" {trend.limit}) {tense} reached in about {steps_text} steps, {time_until_limit(trend)}.",
-            f"{_found_names(run, trend)}95%: {low} to {high} a step; {format_bytes(growth.added_bytes)} more over"
+            f"{_found_names(run, trend)}95%: {low} to {high} per step; {format_bytes(growth.added_bytes)} more over"
             f" {format_count_with_noun(int(growth.steps), 'step')}, now {format_bytes(trend.used_bytes)}",
             _ADVICE,
             1.0,

@@ -1,9 +1,9 @@
 """Finds what keeps more and more memory alive: containers and autograd graphs of the script, by name and line.
 
 A reader requests it. Twice, some steps apart, it looks at the variables of the script's frames on the training thread
-and at the globals of its modules, and records what grew. It looks between two steps, for at most SLICE_NS each time.
-In between it keeps names, sizes, code and weak references, so that no object of the script lives longer. It runs no
-code of the script: types come from `type`, contents from the methods of builtin classes.
+and at the globals of its modules, and records what grew. It looks between two steps, for about SLICE_NS each time. In
+between it keeps names, sizes, code and weak references, so that no object of the script lives longer. It runs no code
+of the script: types come from `type`, contents from the methods of builtin classes.
 
 A graph is followed from each operation to the oldest one before it, by autograd's sequence numbers. A running sum of
 losses thus leads from step to step, without the operations inside the steps.
@@ -16,13 +16,13 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dis import get_instructions
-from gc import get_referents
 from inspect import CO_OPTIMIZED
 from itertools import islice
 from sys import getrefcount
-from time import monotonic_ns, thread_time_ns
+from time import monotonic_ns
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -38,36 +38,37 @@ from dpmon.tracer.memory.allocator import end_allocation_history, start_allocati
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 SLICE_NS, CHECK_NS = 2_000_000, 1_000_000_000
-"""Longest time between two steps for which this looks; interval between checks for a request."""
+"""Time for which it looks between two steps, after which it finishes one variable; interval of checks for a request."""
 MIN_GAP_NS, MIN_GAP_STEPS = 1_000_000_000, 16
 """Least time and number of steps between the two looks."""
-MAX_OBJECTS, MAX_DEPTH, ALL_ITEMS, NEWEST_ITEMS, MAX_NAMES = 100_000, 6, 64, 4, 5
+MAX_OBJECTS, MAX_AT_ONCE, MAX_DEPTH, MAX_NAMES = 100_000, 500, 6, 5
+"""Most objects in one look; most objects and operations of graphs in one variable or instance with its containers; most
+containers inside each other; most names in a record."""
+ALL_ITEMS, NEWEST_ITEMS = 64, 4
 """Of a container with more than ALL_ITEMS, the newest ones are looked at."""
 MIN_BYTES = 1 << 16
-"""A container is left out if its new items are known to hold less than this."""
+"""A container is not named if its new items are known to hold less than this."""
 _is_subclass, _own_mro = type.__subclasscheck__, type.__dict__["__mro__"].__get__
 _own_namespace = type.__dict__["__dict__"].__get__
 _Tensor: Any = torch._C.TensorBase
 _Node: Any = torch._C._FunctionBase
 _grad_fn = _Tensor.grad_fn.__get__
-_CONTAINERS: tuple[Any, ...] = (list, dict, tuple, deque, set, frozenset)
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), ModuleType, CodeType, torch.dtype, torch.device)
+_CONTAINERS: tuple[Any, ...] = (list, dict, tuple, deque)
+_ATOMS = (
+    *(int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device),
+    *(ModuleType, CodeType, FunctionType, weakref.ref, set),
+)
+"""Classes of what is not looked into."""
 _ATOM_BYTES = dict.fromkeys(map(id, _ATOMS), 64)
 """By the id of a class, because its metaclass may define a hash."""
 _ACCESS = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF|ATTR|METHOD)")
 _ADDING = ("append", "appendleft", "extend", "extendleft", "add", "update", "setdefault", "insert")
-_LAST_NAME = re.compile(r"(\w+)(?:\['(\w+)'\]|\[\d*\])*$")
-"""The last name in a path, and the key after it."""
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_DPMON = __file__.removesuffix(os.path.join("tracer", "memory", os.path.basename(__file__)))
+_LAST_NAME = re.compile(r"(\w+)(?:\['\w+'\]|\[\d+\])*$")
+"""The last name in a path."""
 _REFERENCES_OF_FRAME = 2
 """To the dict of a frame's variables, while it is an argument."""
 _Key = tuple[CodeType | str, str]
 """A scope, which is the code of a frame or the name of a module, and a path that begins with a variable's name."""
-
-
-class _SliceOver(Exception):
-    """The time between these two steps is used up."""
 
 
 class GrowthWalker:
@@ -116,11 +117,10 @@ class GrowthWalker:
             second = _Look(first.sizes)
             while not second.run():
                 yield
-            names, end_ns = second.largest(), 0
-            for _ in second.iter_code(names):
-                if monotonic_ns() > end_ns:
-                    yield
-                    end_ns = monotonic_ns() + SLICE_NS // 2
+            names = second.largest()
+            for entry in names:
+                yield
+                entry["place"] = second.find_place(entry)
         except Exception:
             if no_history is None:
                 end_allocation_history()
@@ -141,58 +141,47 @@ class _Look:
         """Number of items and 0; of a graph its length and the number of its newest operation."""
         self.omitted: set[str] = set()
         self._grown: dict[tuple[str, str | None], dict[str, Any]] = {}
-        """By name and function."""
+        """By name and function; several frames may share their variables."""
         self._before = before
         self._objects = 0
         self._visited: IdentityTable[bool] = IdentityTable()
-        self._codes: dict[CodeType, None] = {}
-        """The code of the script, for the search of lines."""
+        self._codes: list[CodeType] = []
+        """The code of the script's frames."""
         self._modules = [*sys.modules]
         """Names of the modules that may be the script's."""
-        self._pending: deque[tuple[_Key, weakref.ref[Any] | None, int]] = deque()
-        """What is looked at next: its key; the instance, unless it is the variable itself; its depth."""
+        self._pending: deque[tuple[_Key, weakref.ref[Any] | None]] = deque()
+        """What to look at next: its key; and the instance, unless it is the variable itself."""
 
     # ---------------------------------------------------------------- where
 
     def run(self) -> bool:
-        """Look for at most SLICE_NS. Return whether the look is complete."""
-        self._end_ns, self._end_cpu_ns, self._is_first = monotonic_ns() + SLICE_NS, thread_time_ns() + SLICE_NS, True
+        """Look for about SLICE_NS. Return whether the look is complete."""
         frames = [frame for frame in iter_callers(sys._getframe(1)) if is_script_file(frame.f_code.co_filename)]
         scopes: dict[Any, dict[str, Any]] = {frame.f_code: self._read_variables(frame) for frame in reversed(frames)}
         if not self._codes:
-            self._codes = dict.fromkeys(scopes)
+            self._codes = list(scopes)
             for scope, variables in scopes.items():
                 self._add(scope, variables)
-        while self._modules:
+        end_ns = monotonic_ns() + SLICE_NS  # from here on, so that each slice gets further
+        while self._modules and monotonic_ns() < end_ns:
             self._add_module(self._modules.pop(), {id(frame.f_globals) for frame in frames})
-            if monotonic_ns() > self._end_ns:
-                return False
-        while self._pending:
-            key, reference, depth = self._pending[0]
-            scope, path = key
+        while self._pending and monotonic_ns() < end_ns:
+            (scope, path), reference = self._pending.popleft()
             self._ids: set[int] = set()
+            self._room = MAX_AT_ONCE
             try:
                 if reference is not None:
-                    self._look_into(key, reference(), depth)
+                    self._look_into((scope, path), reference())
                 else:
                     variables = scopes.get(scope) or getattr(sys.modules.get(str(scope)), "__dict__", {})
-                    self._look_at(key, variables.get(path), 0)
-            except _SliceOver:
-                if not self._is_first:
-                    return False  # the next slice begins with it
-                self.omitted.add(f"parts of {path}, which is too large")
+                    self._look_at((scope, path), variables.get(path), 0)
             except RuntimeError:
                 self.omitted.add(f"parts of {path}, which changed meanwhile")
-            self._pending.popleft()
-            self._is_first = False
-        return True
+        return not self._modules and not self._pending
 
     def _read_variables(self, frame: FrameType) -> dict[str, Any]:
         """Return the variables of a frame; none if that would change a dict that the script has from `locals()`."""
         code = frame.f_code
-        if code.co_name.startswith("torch_dynamo_resume_in"):
-            self.omitted.add("variables of compiled code")
-            return {}
         if not code.co_flags & CO_OPTIMIZED or sys.version_info >= (3, 13):
             return dict(frame.f_locals)
         if "locals" in code.co_names:
@@ -208,108 +197,86 @@ class _Look:
     def _add(self, scope: CodeType | str, variables: dict[str, Any]) -> None:
         """Look at these variables later."""
         names = [name for name in variables if type(name) is str and name[:2] != "__"]
-        self._pending.extend(((scope, name), None, 0) for name in names)
+        self._pending.extend(((scope, name), None) for name in names)
 
     def _add_module(self, name: str, known_ids: set[int]) -> None:
-        """Look later at the globals of a module of the script, unless their id is known, and note its code."""
+        """Look later at the globals of a module of the script, unless their id is known."""
         module = sys.modules.get(name)
         file = module.__dict__.get("__file__") if type(module) is ModuleType else None
-        if type(file) is not str or "-packages/" in file or file.startswith((_LIBRARY, _DPMON)):
-            return  # the next check takes longer
-        if is_script_file(file):
-            variables = module.__dict__
-            for value in list(variables.values()):
-                members = _own_namespace(value).values() if _is_subclass(type, type(value)) else (value,)
-                self._codes |= {member.__code__: None for member in members if type(member) is FunctionType}
-            if id(variables) not in known_ids:
-                self._add(name, variables)
+        if type(file) is not str or not is_script_file(file) or name.startswith("dpmon."):
+            return
+        if id(module.__dict__) not in known_ids:
+            self._add(name, module.__dict__)
 
     # ---------------------------------------------------------------- what
 
-    def _check_time(self) -> None:
-        """Raise _SliceOver if the time is over. Time in which the machine runs other threads does not count."""
-        if monotonic_ns() > self._end_ns and thread_time_ns() > self._end_cpu_ns:
-            raise _SliceOver
-
     def _look_at(self, key: _Key, value: Any, depth: int) -> None:
-        """Look at a value and, up to MAX_DEPTH, at what it contains."""
+        """Look at a value and at what it contains; at the attributes of instances later."""
         kind = type(value)
         if id(kind) in _ATOM_BYTES or id(value) in self._ids or _is_subclass(type, kind):
             return
-        self._check_time()
         self._ids.add(id(value))
         self._objects += 1
-        if depth > MAX_DEPTH or self._objects > MAX_OBJECTS:
-            self.omitted.add(f"objects nested more than {MAX_DEPTH} deep, or beyond {MAX_OBJECTS:,}")
+        self._room -= 1
+        if depth > MAX_DEPTH or self._room < 0 or self._objects > MAX_OBJECTS:
+            self.omitted.add(f"objects nested more than {MAX_DEPTH} deep, or too many")
             return
         (scope, path), base = key, _container_of(kind)
-        parts: Iterable[tuple[str, Any]] = ()
         if _is_subclass(_Tensor, kind):
             self._look_at_graph(key, value)
         elif base is not None:
             self._look_at_container(key, value, base)
-            parts = _items(value, base)
-        elif kind is FunctionType:
-            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            parts = [(f"().{name}", cell.cell_contents) for name, cell in cells if get_referents(cell)]
+            for label, item in _items(value, base):
+                self._look_at((scope, f"{path}{label}"), item, depth + 1)
         elif kind is MethodType:
-            parts = [("", value.__self__)]
+            self._look_at(key, value.__self__, depth + 1)
         elif _namespace_of(value) is None:
             self.omitted.add("objects of extensions, or with __slots__")
         elif not self._visited.get(value):
-            try:
+            with suppress(TypeError):  # it has no weak references
                 self._visited.set(value, True)
-                self._pending.append((key, weakref.ref(value), depth))
-            except TypeError:  # it has no weak references
-                self._look_into(key, value, depth)
-        for label, part in parts:
-            self._look_at((scope, f"{path}{label}"), part, depth + 1)
+                self._pending.append((key, weakref.ref(value)))
 
-    def _look_into(self, key: _Key, instance: Any, depth: int) -> None:
+    def _look_into(self, key: _Key, instance: Any) -> None:
         """Look at the attributes of an instance."""
         (scope, path), namespace = key, _namespace_of(instance)
         for name, value in [] if namespace is None else list(dict.items(namespace)):
-            if name == "_modules" and _is_subclass(dict, type(value)):
-                for child, module in list(dict.items(value)):
-                    self._look_at((scope, f"{path}.{child}"), module, depth)
-            elif type(name) is str and name not in ("_parameters", "_buffers"):
-                self._look_at((scope, f"{path}.{name}"), value, depth + 1)
+            if type(name) is str:
+                self._look_at((scope, f"{path}.{name}"), value, 0)
 
     def _look_at_container(self, key: _Key, container: Any, base: Any) -> None:
-        """Note the length of a container, and describe it if it has grown."""
+        """Note the length of a container. Describe the container if it has grown and its newest item may be large."""
         length = base.__len__(container)
         self.sizes[key] = length, 0
         before, _ = self._before.get(key, (length, 0))
-        if length > before:
-            facts = [_describe_item(item) for _, item in _items(container, base)[-NEWEST_ITEMS:]]
-            sizes = [size for _, _, size, _ in facts if size is not None]
-            new_bytes = (length - before) * sum(sizes) // len(sizes) if len(sizes) == len(facts) else None
-            graphs = any(has_graph for _, _, _, has_graph in facts)
-            if graphs or new_bytes is None or new_bytes >= MIN_BYTES:
-                items, device, _, _ = facts[-1]
-                described = {"items": items, "device": device, "graphs": graphs, "new_bytes": new_bytes}
-                self._note(key, type=base.__name__, count=length, before=before, **described)
+        if length <= before:
+            return
+        _, newest = _items(container, base)[-1]
+        items, device, graphs, item_bytes = class_name(newest), None, False, _ATOM_BYTES.get(id(type(newest)))
+        if _is_subclass(_Tensor, type(newest)):
+            items, device, graphs = "tensor", str(_Tensor.device.__get__(newest)), _grad_fn(newest) is not None
+            item_bytes = _Tensor.untyped_storage(newest).nbytes()
+        new_bytes = None if item_bytes is None else (length - before) * item_bytes
+        if graphs or new_bytes is None or new_bytes >= MIN_BYTES:
+            described = {"items": items, "device": device, "graphs": graphs, "new_bytes": new_bytes}
+            self._note(key, type=base.__name__, count=length, before=before, **described)
 
     def _look_at_graph(self, key: _Key, tensor: Any) -> None:
-        """Note the length of a tensor's graph, and describe it if it also keeps the operations of the earlier look.
+        """Note the length of a tensor's graph. Describe the graph if it also holds operations of the earlier look.
 
-        The length is the number of operations on the way to the oldest one. Where this way skips many operations, as
-        from one step to the one before, another graph joins.
+        The length is the number of operations on the way to the oldest one. Where the way skips many operations, as
+        from one step to the step before, another graph has been added.
         """
-        node, length, is_cut = _grad_fn(tensor), 0, False
+        node, length = _grad_fn(tensor), 0
         newest = oldest = _number(node) if node is not None else 0
         jumps = [0]
-        while not is_cut and (children := _earlier_operations(node)):
+        while self._room > 0 and (children := _earlier_operations(node)):
+            self._room -= 1
             number, node = min(children, key=lambda child: child[0])
             if len(children) > 1:
                 jumps.append(oldest - number)
             oldest, length = number, length + 1
-            try:
-                self._check_time()
-            except _SliceOver:
-                if not self._is_first:
-                    raise
-                is_cut = True
+        is_cut = self._room == 0
         self.sizes[key] = length, newest
         before, newest_before = self._before.get(key, (length, newest))
         if newest > newest_before > oldest and (length > before or is_cut):
@@ -321,7 +288,7 @@ class _Look:
     def _note(self, key: _Key, **facts: object) -> None:
         scope, path = key
         function = scope.co_qualname if type(scope) is CodeType and scope.co_flags & CO_OPTIMIZED else None
-        name = shorten_name(path.rpartition("().")[2])
+        name = shorten_name(path)
         self._grown[name, function] = {"name": name, "function": function, "place": None, **facts}
 
     def largest(self) -> list[dict[str, Any]]:
@@ -329,24 +296,17 @@ class _Look:
         entries = sorted(self._grown.values(), key=lambda entry: (entry["graphs"], entry.get("new_bytes") or 0))
         return entries[: -MAX_NAMES - 1 : -1]
 
-    def iter_code(self, names: list[dict[str, Any]]) -> Iterator[None]:
-        """Set the place of each of `names` if only one line makes it grow. Yields often."""
-        for entry in names:
-            match, function, places = _LAST_NAME.search(entry["name"]), entry["function"] or "", set()
-            name, item_key = match.groups() if match is not None else ("", None)
-            codes = [*self._codes]
-            for code in codes:
-                codes += [constant for constant in code.co_consts if type(constant) is CodeType]
-                words = (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)
-                # Another function may have a variable of the same name.
-                if name in words and ("." in entry["name"] or code.co_qualname.startswith(function)):
-                    for line in _growing_lines(code, name, item_key):
-                        if line is not None:
-                            places.add(f"{os.path.basename(code.co_filename)}:{line}")
-                        yield
-                yield
-            if len(places) == 1:
-                entry["place"] = shorten_name(places.pop())
+    def find_place(self, entry: dict[str, Any]) -> str | None:
+        """Return the file and line that make one of the names grow; None unless there is just one."""
+        match, function = _LAST_NAME.search(entry["name"]), entry["function"] or ""
+        places = {
+            f"{os.path.basename(code.co_filename)}:{line}"
+            for code in dict.fromkeys(code for frame_code in self._codes for code in _iter_code(frame_code))
+            # Another function may have a variable of the same name.
+            if match is not None and ("." in entry["name"] or code.co_qualname.startswith(function))
+            for line in _growing_lines(code, match[1])
+        }
+        return shorten_name(places.pop()) if len(places) == 1 else None
 
 
 def _container_of(kind: type) -> Any:
@@ -364,8 +324,6 @@ def _items(container: Any, base: Any) -> list[tuple[str, Any]]:
             key if type(key) is str and key.isidentifier() else first + index for index, (key, _) in enumerate(pairs)
         ]
         return [(f"[{key!r}]", item) for key, (_, item) in zip(keys, pairs, strict=True)]
-    if base is set or base is frozenset:
-        return [("[]", item) for item in islice(base.__iter__(container), length - first)]
     return [(f"[{index}]", base.__getitem__(container, index)) for index in range(first, length)]
 
 
@@ -377,22 +335,6 @@ def _namespace_of(value: Any) -> Any:
             namespace = descriptor.__get__(value) if type(descriptor) is GetSetDescriptorType else None
             return namespace if _is_subclass(dict, type(namespace)) else None
     return None
-
-
-def _describe_item(item: Any, depth: int = 2) -> tuple[str, str | None, int | None, bool]:
-    """Return the class of an item, the device of its tensors, its bytes (None: unknown), and if it keeps a graph."""
-    kind, base = type(item), _container_of(type(item))
-    if _is_subclass(_Tensor, kind):
-        device, size = str(_Tensor.device.__get__(item)), _Tensor.untyped_storage(item).nbytes()
-        return "tensor", device, size, _grad_fn(item) is not None
-    if base is not None and depth:
-        parts = [_describe_item(part, depth - 1) for _, part in _items(item, base)]
-        sizes = [size for _, _, size, _ in parts if size is not None]
-        place = next((device for _, device, _, _ in parts if device is not None), None)
-        return base.__name__, place, sum(sizes) if len(sizes) == len(parts) else None, any(part[3] for part in parts)
-    if kind is str or kind is bytes or kind is getattr(sys.modules.get("numpy"), "ndarray", None):
-        return kind.__name__, None, len(item) if kind is str or kind is bytes else item.nbytes, False
-    return class_name(item), None, _ATOM_BYTES.get(id(kind)), False
 
 
 def _number(node: Any) -> int:
@@ -409,24 +351,29 @@ def _earlier_operations(node: Any) -> list[tuple[int, Any]]:
     return [(number, child) for number, child in numbered if number < 1 << 63]
 
 
-def _growing_lines(code: CodeType, name: str, item_key: str | None) -> Iterator[int | None]:
-    """Yield for each instruction the line in which it adds to a variable or attribute; None for others.
+def _iter_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield some code, and that of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if type(constant) is CodeType:
+            yield from _iter_code(constant)
 
-    `item_key`: only if it adds to this item of it.
-    """
-    start, constant = (0, 0), None
+
+def _growing_lines(code: CodeType, name: str) -> set[int]:
+    """Return the lines that add to a variable or attribute."""
+    lines: set[int] = set()
+    start = 0, 0
+    if name not in (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars):
+        return lines
     for instruction in get_instructions(code):
-        positions, line, argument = instruction.positions, None, instruction.argval
+        positions, argument = instruction.positions, instruction.argval
         here = (positions.lineno or 0, positions.col_offset or 0) if positions is not None else (0, 0)
-        if instruction.opname == "LOAD_CONST":
-            constant = argument
-        is_item = item_key is None or (type(constant) is str and constant == item_key)
         words = argument if type(argument) is tuple else (argument,)
         for access, word in zip(_ACCESS.findall(instruction.opname), words, strict=False):
             if word == name and access == "LOAD":
                 start = here
             elif word == name and start[0] >= here[0] > 0:  # its new value comes from the old one
-                line, start = here[0], (0, 0)
-            elif word in _ADDING and start == here and is_item:
-                line = here[0]
-        yield here[0] if instruction.opname == "STORE_SUBSCR" and start == here and is_item else line
+                lines.add(here[0])
+        if start == here and (argument in _ADDING or instruction.opname == "STORE_SUBSCR"):
+            lines.add(here[0])
+    return lines

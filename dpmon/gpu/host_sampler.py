@@ -115,7 +115,7 @@ class HostSampler:
         if not alive:
             reason = "the command has not started" if root_pid is None else "no process of the run is left"
             return MissingValue(reason), MissingValue(reason)
-        mem_bytes = self._proportional.total(resident, parents)
+        mem_bytes = self._proportional.total(resident, parents) or MissingValue("its last process is ending")
         return round(cpu_pct, 1) if has_earlier_sample else _TWO_SAMPLES, mem_bytes
 
     def _update_process_set(self, root_pid: int | None) -> None:

@@ -22,8 +22,8 @@ from dpmon.sanitize import strip_control_chars
 _MAX_BYTES = 1 << 18
 """Maximum bytes of notes to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
-_PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
-"""The prefix of gloo's messages: "[/gloo/transport/tcp/pair.cc:537] "."""
+_PLACE_IN_C = re.compile(r"^\[(?:enforce fail at )?[^\[\]\s]*:[0-9]+\] (?:err == 0\. )?")
+"""The prefix of messages of gloo, "[/gloo/transport/tcp/pair.cc:537] ", and of torch's allocator for CPUs."""
 
 _INSTALLED_PREFIX = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
 

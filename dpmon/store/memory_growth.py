@@ -47,7 +47,6 @@ _MIN_LARGER = 1.02
 _MAX_PROCESSES, _MAX_GPUS = 16, 64
 _MIN_BUCKETS = 60
 """Fewest time buckets of which the steps are known; between them, they are interpolated."""
-_PLURALS = {"tensor": "tensors", "list": "lists", "dict": "dicts", "tuple": "tuples"}
 Samples = Sequence[tuple[float, float]]
 """Times (ns since the run's start), or steps so far, and bytes; in order."""
 
@@ -246,33 +245,3 @@ def _read_gpu_trend(store: Store, steps: _StepCount, process: int, device: Mappi
             room = total - in_use - (gpu.data.get("mem_reserved_bytes") or 0) + cached
             trend = trend._replace(limit="GPU", limit_bytes=total, room_bytes=max(room, 0))
     return trend
-
-
-# ------------------------------------------------------------------------------------------------ in words
-
-
-def format_mib(byte_count: float | None) -> str:
-    """Return bytes in the unit that suits the limits of memory: "512.0 MiB"; "–" if they are unknown."""
-    return "–" if byte_count is None else f"{byte_count / (1 << 20):,.1f} MiB"
-
-
-def describe_growth(data: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each name and each line of a `growth` record, then what was not looked at.
-
-    "`kept` (train.py:6) keeps 296 graphs alive", "list `history` (train.py:14) holds 1,200 tensors (cuda:0)".
-    """
-    texts = [_describe_name(entry) for entry in data["names"]]
-    texts += [f"{line['place']} keeps {format_mib(line['bytes'])} on GPUs" for line in data["allocations"]]
-    return [*texts, f"not looked at: {', '.join(data['omitted'])}"] if data["omitted"] else texts
-
-
-def _describe_name(entry: Mapping[str, Any]) -> str:
-    place = "" if entry.get("place") is None else f" ({entry['place']})"
-    count, name, items = entry["count"], f"`{entry['name']}`{place}", entry.get("items", "")
-    if entry["type"] == "graph":
-        least = "at least " * entry["is_cut"]
-        kept = f"{count:,} graphs" if count > 1 else f"a graph of {entry['length']:,} operations in a row"
-        return f"{name} keeps {least}{kept} alive"
-    device = f" ({entry['device']})" if entry["device"] else ""
-    graphs = " and their graphs" * entry["graphs"]
-    return f"{entry['type']} {name} holds {count:,} {_PLURALS.get(items, f'objects ({items})')}{device}{graphs}"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from dpmon.run.run_directory import ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
-from dpmon.store.memory_growth import HOST_NAME, MemoryTrend, describe_growth, format_mib
+from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
 from dpmon.store.ring_drain import RingDrain
+from dpmon.text.formatting import format_bytes
+from dpmon.text.growth_text import describe_growth
 
 CHECK_S, WALK_S = 5.0, 180.0
 """Time between two checks whether memory grows, and between two requests to the training processes."""
@@ -64,20 +68,22 @@ def add_memory_note(cause: str | None, drain: RingDrain, output: str = "") -> st
     `output`: the end of the script's output. Of the exception of a loader worker, `cause` has only the class.
     """
     samples = drain.recorded_events("host", limit=_SHM_SAMPLES)
-    parts, device, newest = [cause or ""], HOST_NAME, samples[-1] if samples else {}
+    parts, device = [cause or ""], HOST_NAME
+    # After the end of its processes, the run uses nothing.
+    newest: Mapping[str, Any] = next((sample for sample in reversed(samples) if sample.get("run_mem_bytes")), {})
     if cause and _NO_SHM.search(cause + output) and newest.get("shm_total_bytes"):
         used_bytes = max(sample.get("shm_used_bytes") or 0 for sample in samples)
-        parts.append(f"{format_mib(used_bytes)} of {format_mib(newest['shm_total_bytes'])} in /dev/shm were used")
+        parts.append(f"{format_bytes(used_bytes)} of {format_bytes(newest['shm_total_bytes'])} in /dev/shm were used")
     if _NO_MEMORY.search(parts[0]):
         oom = next(iter(drain.recorded_events("oom", limit=1)), None)
         if oom is not None and "CUDA" in parts[0]:
             device = oom["device"]
-            asked, free, total = (format_mib(oom[f"{name}_bytes"]) for name in ("asked", "free", "total"))
+            asked, free, total = (format_bytes(oom[f"{name}_bytes"]) for name in ("asked", "free", "total"))
             parts.append(f"{device}: {asked} were requested, {free} of {total} were free")
         elif newest.get("mem_room_bytes") is not None:
-            room, limit = format_mib(newest["mem_room_bytes"]), format_mib(newest["mem_limit_bytes"])
-            parts.append(f"the run used {format_mib(newest['run_mem_bytes'])}; {room} of {limit} were free")
+            room, limit = format_bytes(newest["mem_room_bytes"]), format_bytes(newest["mem_limit_bytes"])
+            parts.append(f"the run used {format_bytes(newest['run_mem_bytes'])}; {room} of {limit} were free")
         trends = [trend for trend in drain.memory_trends() if trend.device == device and trend.is_growing]
-        parts += [f"it grew {format_mib(trend.growth.step_bytes)} per step" for trend in trends[:1]]
+        parts += [f"it grew {format_bytes(trend.growth.step_bytes)} per step" for trend in trends[:1]]
         parts += [describe_growth(data)[0] for data in drain.recorded_events("growth", limit=1) if data["names"]]
     return "; ".join(parts) or None

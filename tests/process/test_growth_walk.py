@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dpmon.record.record_types import Step
-from dpmon.store.memory_growth import describe_growth
+from dpmon.text.growth_text import describe_growth
 from support.tracer_harness import TracedScript, run_untraced
 
 pytestmark = pytest.mark.slow

@@ -126,7 +126,7 @@ def test_the_supervisor_loads_neither_torch_nor_textual() -> None:
     added = added_by(all_of("supervise", "store", "run", "gpu"))
     assert {"dpmon.supervise.supervisor", "dpmon.gpu.device_sampler"} <= added
     assert not tops(added) & {"torch", "numpy", "textual", "rich"}
-    above = ("dpmon.tracer", "dpmon.model", "dpmon.text", "dpmon.ui", "dpmon.cli")
+    above = ("dpmon.tracer", "dpmon.model", "dpmon.ui", "dpmon.cli")
     assert not [name for name in added if name.startswith(above)]
     assert "pynvml" not in added  # only when it is asked, on its own thread
 

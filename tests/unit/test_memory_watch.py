@@ -14,8 +14,9 @@ from dpmon.model.run_events import LoaderStart
 from dpmon.run import failure_cause
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.store.memory_growth import MemoryTrend, describe_growth
+from dpmon.store.memory_growth import MemoryTrend
 from dpmon.supervise.memory_watch import CHECK_S, WALK_S, MemoryWatch, add_memory_note
+from dpmon.text.growth_text import describe_growth
 from support.analysis_builders import GIB, GROWING_MEMORY, HEALTHY_RUN, MIB
 from support.history_builders import with_changes
 
@@ -91,7 +92,7 @@ def test_what_is_said_of_names() -> None:
     assert describe_growth({**GROWTH, "omitted": ["variables of main, which uses locals()"]}) == [
         "`kept` (train.py:6) keeps 296 graphs alive",
         "list `history` holds 1,200 tensors (cuda:0)",
-        "train.py:9 keeps 8.0 MiB on GPUs",
+        "train.py:9 keeps 8.00 MiB on GPUs",
         "not looked at: variables of main, which uses locals()",
     ]
     cut = {**GRAPH, "count": 1, "is_cut": True, "place": None}
@@ -107,7 +108,8 @@ def test_what_is_said_of_names() -> None:
 def test_the_finding_names_what_grows() -> None:
     run = with_changes(HEALTHY_RUN, memory_trends=[GROWING_MEMORY], memory_events={"growth": [GROWTH]})
     (finding,) = find_memory_growth(run)
-    assert finding.ground.startswith("`kept` (train.py:6) keeps 296 graphs alive; list `history` holds 1,200 tensors")
+    assert "grows 2.20 MiB per step: `kept` (train.py:6) keeps 296 graphs alive; the limit" in finding.text
+    assert finding.ground.startswith("list `history` holds 1,200 tensors")
     other = GROWING_MEMORY._replace(device="cuda:0", process=1)
     (finding,) = find_memory_growth(with_changes(run, memory_trends=[other]))
     assert finding.ground.startswith("95%: ")
@@ -115,7 +117,7 @@ def test_the_finding_names_what_grows() -> None:
 
 CUDA = "OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. (train.py:12)"
 BUS = "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error."
-SAID = "the run used 3,072.0 MiB; 64.0 MiB of 4,096.0 MiB were free; it grew 2.2 MiB per step"
+SAID = "the run used 3.00 GiB; 64.0 MiB of 4.00 GiB were free; it grew 2.20 MiB per step"
 KILLED = "out of memory: the kernel killed 1 of this machine's processes during the run"
 
 
@@ -124,7 +126,7 @@ KILLED = "out of memory: the kernel killed 1 of this machine's processes during 
     [
         (None, None),
         ("ValueError: no memory at all (train.py:3)", "ValueError: no memory at all (train.py:3)"),
-        (CUDA, f"{CUDA}; cuda:0: 512.0 MiB were requested, 128.0 MiB of 1,024.0 MiB were free"),
+        (CUDA, f"{CUDA}; cuda:0: 512 MiB were requested, 128 MiB of 1.00 GiB were free"),
         ("MemoryError (train.py:7)", f"MemoryError (train.py:7); {SAID}"),
         (KILLED, f"{KILLED}; {SAID}"),
         (BUS, f"{BUS}; 63.0 MiB of 64.0 MiB in /dev/shm were used"),
@@ -140,7 +142,7 @@ def test_the_cause_of_the_end(cause: str | None, said: str | None) -> None:
 
 
 def test_the_finding_of_the_failure_says_the_same() -> None:
-    note = "; cuda:0: 512.0 MiB were requested, 128.0 MiB of 1,024.0 MiB were free"
+    note = "; cuda:0: 512 MiB were requested, 128 MiB of 1.00 GiB were free"
     run = with_changes(HEALTHY_RUN, death=None, raised=CUDA, memory_events={"exit": [{"cause": CUDA + note}]})
     (finding,) = find_failure(run)
     assert finding.ground.endswith(note)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import process_suffix
-from dpmon.store.memory_growth import HOST_NAME, MemoryTrend, describe_growth
+from dpmon.store.memory_growth import HOST_NAME, MemoryTrend
 from dpmon.text.formatting import format_bytes, format_bytes_of_total, format_count, format_count_with_noun
+from dpmon.text.growth_text import describe_growth
 
 if TYPE_CHECKING:
     from dpmon.model.run_analysis import RunAnalysis
@@ -46,31 +47,34 @@ def find_memory_growth(run: RunAnalysis) -> Iterator[Finding]:
         growth, owner = trend.growth, memory_owner(trend).capitalize()
         if trend.process is not None and run.names:
             owner += f" of {run.names.get(trend.process, f'process {trend.process}')}"
+        named = _found_names(run, trend)
+        cause, others = "".join(f": {name}" for name in named[:1]), "".join(f"{name}; " for name in named[1:])
         tense = "is" if run.end_ns is None else "would be"
         steps_left = trend.steps_left or 0
         steps_text = format_count(round(steps_left, 2 - len(str(steps_left))))  # the growth is not known more exactly
         low, high = format_bytes(growth.low_bytes), format_bytes(growth.high_bytes)
         yield Finding(
             KIND,
-            f"{owner} grows {format_bytes(growth.step_bytes)} per step; the limit ({format_bytes(trend.limit_bytes)};"
-            f" {trend.limit}) {tense} reached in about {steps_text} steps, {time_until_limit(trend)}.",
-            f"{_found_names(run, trend)}95%: {low} to {high} per step; {format_bytes(growth.added_bytes)} more over"
+            f"{owner} grows {format_bytes(growth.step_bytes)} per step{cause}; the limit"
+            f" ({format_bytes(trend.limit_bytes)}; {trend.limit}) {tense} reached in about {steps_text} steps,"
+            f" {time_until_limit(trend)}.",
+            f"{others}95%: {low} to {high} per step; {format_bytes(growth.added_bytes)} more over"
             f" {format_count_with_noun(int(growth.steps), 'step')}, now {format_bytes(trend.used_bytes)}",
             _ADVICE,
             1.0,
         )
 
 
-def _found_names(run: RunAnalysis, trend: MemoryTrend) -> str:
-    """Return what the training processes found to grow, by name, followed by "; "; empty if it is not known."""
+def _found_names(run: RunAnalysis, trend: MemoryTrend) -> list[str]:
+    """Return what the training processes found to grow, by name, _MAX_NAMES at most; empty if it is not known."""
     newest = {data["process"]: data for data in run.memory_events["growth"]}
     texts = [
-        f"{text}{process_suffix(process, run)}; "
+        f"{text}{process_suffix(process, run)}"
         for process, data in sorted(newest.items())
         for text in describe_growth(data)
         if trend.process in (None, process) and (data["names"] or data["allocations"])
     ]
-    return "".join(texts[:_MAX_NAMES])
+    return texts[:_MAX_NAMES]
 
 
 def find_full_shared_memory(run: RunAnalysis) -> Iterator[Finding]:

@@ -157,7 +157,7 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     """Return the rows on the full screen: memory by owner, charts of all devices, then everything known of each."""
     tracks = _sorted_gpus(screen)
     axis = make_device_axis(screen)
-    memory_rows = _memory_rows(screen, width)
+    memory_rows = [*_memory_growth_rows(screen, width), *_memory_rows(screen, width)]
     if not tracks:
         return [*render_host(screen, width, max(height - len(memory_rows), 3), style, full_size=True), *memory_rows]
     rows: list[Row] = [*memory_rows, []] if memory_rows else []

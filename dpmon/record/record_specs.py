@@ -412,7 +412,7 @@ _OOM_FIELDS = (
 _GROWTH_FIELDS = (
     *_IN_PROCESS,
     _integer("step", "the step before the record"),
-    _integer("steps", "number of steps between the two looks"),
+    _integer("steps", "fewest steps that were taken between the two looks"),
     _list(
         "names",
         "what grew, at most five: name, function (of a variable in one), place (file and line where it grows; null "

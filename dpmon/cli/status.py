@@ -10,8 +10,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.messages import print_unread_warning
+from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.cli.status_stream import status_members, step_line
+from dpmon.errors import HistoryError
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
@@ -63,8 +64,12 @@ def status(options: argparse.Namespace) -> int:
 def _print_all_runs(as_json: bool) -> int:
     runs = []
     for directory, _ in list_runs():
-        with suppress(RunError):  # it was deleted meanwhile
+        try:
             runs.append(read_run_status(directory))
+        except HistoryError as error:
+            print_message(f"{directory.name}: {error}")
+        except RunError:
+            pass  # it was deleted meanwhile
     if as_json:
         print(to_safe_json({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
     else:

@@ -305,7 +305,7 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def _all_newest(self) -> tuple[dict[int, NewestRecords], tuple[int, ...]]:
         """The newest records of all processes, and which of them train; with many, some seconds old without events."""
-        question = "processes", id(self.events), self.ended, self.selection.node
+        question = "processes", self._caches.events[0], self.ended, self.selection.node
         return self.read_at_most_every(MAX_AGE_S * self.has_many, question, self._read_all_newest)
 
     @cached_property
@@ -570,7 +570,7 @@ class RunAnalysis(LazyFacts):
         if focus is None:
             return SlowSteps()
         age_s = min(focus.ranged.steps * len(self.training_processes) // _STEPS_SEARCHED_A_SECOND, MAX_AGE_S)
-        question = "longest steps", self.selection, focus.ranged.mode
+        question = "longest steps", self.selection, focus.process, self.order, focus.ranged.mode
         return self.read_at_most_every(age_s, question, lambda: self.read_slow_steps(LONGEST_STEPS, _MAX_SEARCHED_IDS))
 
     def read_slow_steps(self, limit: int, max_ids: int | None = None) -> SlowSteps:

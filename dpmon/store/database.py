@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
@@ -73,12 +73,28 @@ DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError)
 class HistoryConnection:
     """A connection to a history, for queries."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        """Bound the values that `db` reads, and keep its schema from running functions."""
-        self.db = db
+    def __init__(self, db: sqlite3.Connection, reopen: Callable[[], sqlite3.Connection] | None = None) -> None:
+        """`reopen`: opens the same database again after `release`; None: it stays open."""
+        self._reopen = reopen
+        self._db: sqlite3.Connection | None = None
+        self._adopt(db)
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """The database, which is opened again if it was released."""
+        if self._db is not None:
+            return self._db
+        if self._reopen is None:
+            raise HistoryError("it was closed")
+        return self._adopt(self._reopen())
+
+    def _adopt(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """Bound the values that `db` reads, and keep its schema from running functions. Return it."""
+        self._db = db
         install_aggregates(db)
         db.execute("PRAGMA trusted_schema=OFF")
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        return db
 
     def rows(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query. Raises HistoryError if the database cannot be read."""
@@ -88,12 +104,20 @@ class HistoryConnection:
         except _FAILURES as error:
             raise HistoryError(str(error) or "a value is too long") from None
 
-    def refresh(self) -> None:
-        """End the transaction, so that the next query sees the current database."""
+    def release(self) -> None:
+        """Close the database until the next query, which sees its current contents.
+
+        An open connection keeps the supervisor from shortening the journal, and from removing it at the end.
+        """
+        if self._reopen is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Close the database."""
         with suppress(sqlite3.Error):
-            if self.db.in_transaction:
-                self.db.execute("COMMIT")
-                self.db.execute("BEGIN")
+            if self._db is not None:
+                self._db.close()
+        self._db = None
 
 
 _TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes, "": object}

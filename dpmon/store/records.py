@@ -41,7 +41,7 @@ def read_records(store: Store) -> Iterator[Record]:
                 break
         else:
             first_id = newest_id + 1
-        store.connection.refresh()
+        store.connection.release()
         yield from records
 
 

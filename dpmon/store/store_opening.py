@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from dpmon.errors import HistoryError
@@ -62,21 +63,36 @@ def open_store(directory: Path) -> Iterator[Store]:
 @contextmanager
 def _open_history(directory: Path, run_info: RunInfo) -> Iterator[HistoryConnection]:
     """Open the history of a run for reading, or an empty one while it has none."""
-    path = directory / HISTORY_FILE
-    with ExitStack() as stack:
-        db = None
-        try:
-            check_database(path)
-            db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro")))
-        except FileNotFoundError:
-            if _has_ended(directory, run_info) and ring_paths(directory):
-                raise RunError(f"{directory.name} has no history: the disk was full while it ran") from None
-        except OSError as error:
-            raise HistoryError(error.strerror) from None
-        if db is None or not db.execute("SELECT 1 FROM sqlite_master").fetchone():  # the supervisor is creating it
-            db = stack.enter_context(closing(_connect(":memory:")))
-            db.executescript(SCHEMA)
+    try:
+        connection = HistoryConnection(_open_file(directory), partial(_open_file_again, directory))
+    except FileNotFoundError:
+        if _has_ended(directory, run_info) and ring_paths(directory):
+            raise RunError(f"{directory.name} has no history: the disk was full while it ran") from None
+        db = _connect(":memory:")
+        db.executescript(SCHEMA)
         connection = HistoryConnection(db)
+    with closing(connection):
+        yield connection
+
+
+def _open_file(directory: Path) -> sqlite3.Connection:
+    """Open the file of a history in a read transaction.
+
+    Raises FileNotFoundError if there is none, or if the supervisor is creating it, HistoryError if it is not dpmon's,
+    RunError if another version of dpmon recorded it.
+    """
+    path = directory / HISTORY_FILE
+    try:
+        check_database(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise HistoryError(error.strerror) from None
+    with ExitStack() as stack:
+        db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro")))
+        if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            raise FileNotFoundError
+        db.execute("PRAGMA trusted_schema=OFF")
         db.execute("BEGIN")
         check_schema(db)
         if (version := version_of(db)) != SCHEMA_VERSION:
@@ -84,7 +100,17 @@ def _open_history(directory: Path, run_info: RunInfo) -> Iterator[HistoryConnect
                 f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
                 f" {SCHEMA_VERSION})"
             )
-        yield connection
+        stack.pop_all()
+    return db
+
+
+def _open_file_again(directory: Path) -> sqlite3.Connection:
+    try:
+        return _open_file(directory)
+    except FileNotFoundError:
+        raise HistoryError("it was deleted") from None
+    except RunError as error:
+        raise HistoryError(str(error)) from None
 
 
 def _connect(uri: str) -> sqlite3.Connection:

@@ -193,18 +193,19 @@ class LiveRun:
         from dpmon.run.run_directory import RunError
 
         self._read_start = time.perf_counter(), time.thread_time()
-        if self._store is None or self.cursor.frozen_ns is None:
-            history = ExitStack()
-            try:
-                self._store = history.enter_context(self._open_records())
-            except RunError:
-                return None
-            except HistoryError as error:
-                self._warn(error)
-                return None
-            self._history.close()
-            self._history = history
-        return RunAnalysis(self._store.as_of(time_ns), selection, ended, self._caches)
+        try:
+            with self.reading_facts():
+                if self._store is None or self.cursor.frozen_ns is None:
+                    history = ExitStack()
+                    self._store = history.enter_context(self._open_records())
+                    self._history.close()
+                    self._history = history
+                return RunAnalysis(self._store.as_of(time_ns), selection, ended, self._caches)
+        except RunError:
+            pass
+        except HistoryError as error:
+            self._warn(error)
+        return None
 
     @contextmanager
     def reading_facts(self) -> Iterator[None]:
@@ -227,11 +228,15 @@ class LiveRun:
         warning = WarningRecord(None, self.now_ns(), str(error))
         self.state = self.state.with_facts(warnings=(warning,), warning_count=1)
 
-    def finish_drawing(self) -> None:
-        """Let the supervisor write: end the read of the records. If it was slow, let the next one wait."""
-        self._drawn_state = self.state
+    def release_records(self) -> None:
+        """Close the records until a fact is needed again: they must not be open while nothing is read."""
         if self._store is not None:
-            self._store.connection.refresh()
+            self._store.connection.release()
+
+    def finish_drawing(self) -> None:
+        """Note that the state was drawn. If reading it was slow, let the next read wait."""
+        self._drawn_state = self.state
+        self.release_records()
         if self._read_start is None:
             return
         start_s, start_cpu_s = self._read_start

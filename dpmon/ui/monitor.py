@@ -170,10 +170,10 @@ class Monitor(App[str]):
         if self.live_run.cursor.frozen_ns is None:
             self.live_run.output.refresh()
         is_writable = self.terminal is None or self.terminal.is_writable()
-        if (
-            is_writable or self._was_writable
-        ):  # a terminal that is still busy at the second look is stalled: skip the picture
+        is_stalled = not is_writable and not self._was_writable  # it is still busy at the second look
+        if not is_stalled:
             self.draw()
+        self.live_run.release_records()
         self._was_writable = is_writable
         if self.live_run.is_over and not self._has_handled_end:
             self._has_handled_end = True

@@ -24,7 +24,9 @@ from dpmon.report.health import Health
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import short_name
 from dpmon.stalls.run_state import STATES
+from dpmon.store.database import HISTORY_FILE
 from dpmon.store.store_opening import open_store
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
@@ -163,6 +165,15 @@ def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.
     listed = capsys.readouterr().out.splitlines()
     assert " stalled " in listed[1]
     assert listed[2] == "    rank 1 in save (t.py:3)"
+
+
+def test_a_damaged_history_hides_no_other_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged, whole = (write_run_directory({0: Training().run(3)}) for _ in range(2))
+    (damaged / HISTORY_FILE).write_bytes(b"no database" * 1000)
+    assert main(["status", "--all"]) == 0
+    output = capsys.readouterr()
+    assert [line.split()[0] for line in output.out.splitlines()] == [short_name(load_info(whole))]
+    assert output.err.startswith(f"dpmon: {damaged.name}: the history is damaged")
 
 
 @pytest.mark.parametrize(

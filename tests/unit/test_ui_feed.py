@@ -77,24 +77,32 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
     assert before.newest_ns > 0
 
 
-def test_between_two_pictures_no_read_keeps_the_supervisor_from_resetting_its_journal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_between_two_pictures_the_history_is_closed(tmp_path: Path, is_drawn: bool) -> None:
+    """The supervisor can then shorten its journal and, at the end, remove it, also if a stalled terminal gets none."""
     reader, training = FakeReader(tmp_path), Training()
     reader.recording = Recording(reader.info.start_ns, tmp_path)
     reader.recording.add([*training.begin(), *training.run(40)])
 
+    def connect() -> sqlite3.Connection:
+        db = sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)
+        db.execute("BEGIN")
+        return db
+
     @contextmanager
     def opened() -> Iterator[Store]:
-        with closing(sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)) as db:
-            db.execute("BEGIN")
-            yield Store(HistoryConnection(db))
+        with closing(HistoryConnection(connect(), connect)) as connection:
+            yield Store(connection)
 
     feed = LiveRun(tmp_path, reader.as_reader, open_store=opened)
     feed.start()
     feed.refresh()
-    assert "4 dp" in drawn(feed, 120, 40)
-    feed.finish_drawing()
+    if is_drawn:
+        assert "4 dp" in drawn(feed, 120, 40)
+    feed.release_records()
     reader.recording.add(training.run(40))
     assert reader.recording._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
+    assert reader.recording._db.execute("PRAGMA journal_mode=DELETE").fetchone() == ("delete",)
     assert "4 dp" in drawn(feed, 200, 60), "other facts of the same picture can still be queried"
     feed.close()
     reader.recording.close()

@@ -32,8 +32,6 @@ from dpmon.ui.styled_rows import Row, add_scale, dim_row, row_width, wrap_to_row
 from dpmon.ui.terminal_style import LETTERS, TerminalStyle, letter_position
 from dpmon.ui.time_axis import axis_below_chart, build_chart_columns, make_time_axis, stall_intervals
 
-ROWS_WITHOUT_RANKS = 8
-"""Rows of the panel that never show a rank: its frame, its table and its history."""
 _MAX_RANKS = 64
 _OUTLIER_RATIO = 3
 """The longest step is mentioned if it takes at least this many times the median."""

@@ -208,6 +208,8 @@ JOB = "job="
 def find_run(name: str = "last", *, unique: bool = False, live_test: Callable[[RunInfo], bool] | None = None) -> Path:
     """Return the run named `name`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
 
+    The file name of a script also means its latest run.
+
     Raises RunError if no run or several runs match. `unique`: also if several runs have that name; a prefix of an id
     counts only. With `live_test`, a name means its run that passes the test; raises RunError if several do.
     """
@@ -221,6 +223,7 @@ def find_run(name: str = "last", *, unique: bool = False, live_test: Callable[[R
     matches = runs[-1:]
     if name != "last":
         matches = select(lambda run_info: name in (run_info.id, short_name(run_info), run_info.name))
+        matches = matches or select(lambda run_info: name == os.path.basename(run_info.script))
     if live_test is not None and len(matches) > 1:
         matches = [(directory, run_info) for directory, run_info in matches if live_test(run_info)] or matches[-1:]
         unique = True

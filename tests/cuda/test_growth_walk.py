@@ -72,5 +72,5 @@ def test_an_oom_of_a_gpu_is_the_cause_with_what_was_asked_and_free(dpmon: Dpmon,
     run = dpmon.run(*dpmon.warm(env), "--headless", "--mode", "script", dpmon.script(text), env=env)
     assert run.status == 1
     cause = dpmon.exit()["cause"]
-    assert "(script.py:13); cuda:0: 2,048.0 MiB were requested, " in cause
-    assert cause.endswith(" of 1,024.0 MiB were free")
+    assert "(script.py:13); cuda:0: 2.00 GiB were requested, " in cause
+    assert cause.endswith(" of 1.00 GiB were free")

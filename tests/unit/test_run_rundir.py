@@ -42,6 +42,7 @@ def test_runs_are_found_by_all_their_names(state: Path, monkeypatch: pytest.Monk
     assert find_run("a") == new
     assert find_run(short_name(old_info)) == old
     assert find_run(old_info.id) == old
+    assert find_run(Path(old_info.script).name) == new, "the script's latest run"
     assert find_run("last-one") == other
     assert find_run(other_info.id[:-2]) == other
     assert [info for _, info in list_runs()] == [old_info, other_info, new_info]

@@ -120,7 +120,9 @@ def _check_state_directory() -> Check:
     try:
         for runs in (runs_directory(), *fallback_directories()):
             try:
-                check_usable(runs)
+                existing = check_usable(runs)
+                if not os.access(existing, os.W_OK | os.X_OK):
+                    raise RunError(f"{existing} is not writable")
             except (OSError, RunError) as error:
                 problems.append(str(error))
                 continue

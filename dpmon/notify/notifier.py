@@ -24,6 +24,7 @@ from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
+from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_analysis import RunAnalysis, RunCaches
 from dpmon.notify.run_notifications import Notification, find_notifications
 from dpmon.record.safe_json import number_member
@@ -198,6 +199,8 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
     alive_s = 60.0 * alive_minutes if alive_minutes else None
     caches = RunCaches()
     findings: list[Finding] = []
+    stalls: Sequence[RecordedStall] = ()
+    newest_ns = -1
     findings_at_s = time.monotonic() + FINDINGS_INTERVAL_S
     supervised_s = time.monotonic()
     while directory.is_dir():  # otherwise, the user has deleted the run
@@ -212,20 +215,20 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
             with open_store(directory) as store:
                 run = RunAnalysis(store, ended=ended_processes(reader.activities()), caches=caches)
                 health = assess_health(reader, run)
+                stalls, newest_ns = run.stalls, run.newest_ns
                 if start_s >= findings_at_s:
                     findings = find_all(run)
                     search_s = time.monotonic() - start_s
                     findings_at_s = start_s + max(FINDINGS_INTERVAL_S, search_s / MAX_FINDINGS_SHARE)
         except (HistoryError, RunError):
-            run = RunAnalysis()
-            health = assess_health(reader, run)
+            health = assess_health(reader, RunAnalysis())
         # The end is an event when its record is complete, or will never be.
         if health.end is None or is_over or is_unsupervised:
             is_over = is_over or health.end == LOST
             is_unrecorded = is_unsupervised and exit_info is None and not is_over
             elapsed_s, fields = (time.monotonic_ns() - run_info.start_ns) / SECOND, health.fields()
             all_findings = [*findings, UNSUPERVISED] if is_unrecorded else findings
-            notifications = find_notifications(run, health, elapsed_s, all_findings, alive_s)
+            notifications = find_notifications(stalls, newest_ns, health, elapsed_s, all_findings, alive_s)
             commands.notify(event._replace(data={**event.data, "health": fields}) for event in notifications)
         next_check_s = start_s + (CHECK_INTERVAL_S if exit_info is None else WAIT_INTERVAL_S)
         while commands.is_busy if is_over else time.monotonic() < next_check_s:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.model.findings.finding import Finding
-from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
-from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.recorded_stalls import RecordedStall, final_stall, final_stall_sentence
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
 from dpmon.run.lifecycle import has_succeeded
@@ -34,16 +33,20 @@ class Notification(NamedTuple):
 
 
 def find_notifications(
-    run: RunAnalysis,
+    stalls: Sequence[RecordedStall],
+    newest_ns: int,
     health: Health,
     elapsed_s: float,
     findings: Sequence[Finding] = (),
     alive_s: float | None = None,
 ) -> Iterator[Notification]:
-    """Yield every notification of the run so far, in order. `alive_s`: seconds between two `alive` events, if any."""
+    """Yield every notification of the run so far, in order.
+
+    `newest_ns`: end of the newest step or call. `alive_s`: seconds between two `alive` events, if any.
+    """
     yield Notification("dpmon.run.started", "", {"text": "the run began"}, 0.0)
-    last_stall = final_stall(run.stalls, run.newest_ns, has_succeeded(health.exit_info))
-    for stall in run.stalls:
+    last_stall = final_stall(stalls, newest_ns, has_succeeded(health.exit_info))
+    for stall in stalls:
         key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
         yield Notification("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
         if stall.end_ns is not None and (health.end is None or stall is not last_stall):

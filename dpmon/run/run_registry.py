@@ -92,17 +92,16 @@ def check_place(runs: Path) -> None:
         check_directory(directory)
 
 
-def check_usable(runs: Path) -> None:
-    """Raise RunError if no run can be kept in `runs`, which may not exist yet: place, file system, rights, space."""
+def check_usable(runs: Path) -> Path:
+    """Return `runs`, or its nearest parent that exists. Raises RunError if its place, file system or space is unfit."""
     check_place(runs)
     existing = next(directory for directory in (runs, *runs.parents) if os.path.exists(directory))
     if (fs_type := network_file_system(runs)) is not None:
         raise RunError(f"{runs} is on a network file system ({fs_type})")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise RunError(f"{existing} is not writable")
     free = shutil.disk_usage(existing).free
     if free < ROOM_BYTES:
         raise RunError(f"{runs} has only {free >> 20} MiB left")
+    return existing
 
 
 def _create_private(runs: Path) -> None:

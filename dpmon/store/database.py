@@ -110,14 +110,18 @@ class HistoryConnection:
         An open connection keeps the supervisor from shortening the journal, and from removing it at the end.
         """
         if self._reopen is not None:
-            self.close()
+            self._disconnect()
 
     def close(self) -> None:
-        """Close the database."""
-        with suppress(sqlite3.Error):
-            if self._db is not None:
-                self._db.close()
-        self._db = None
+        """Close the database for good."""
+        self._reopen = None
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            with suppress(sqlite3.Error):
+                db.close()
 
 
 _TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes, "": object}

@@ -68,14 +68,14 @@ BEGAN = ("dpmon.run.started", "", 0.0)
     ],
 )
 def test_what_happened(state: RunAnalysis, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
-    events = list(find_notifications(state, now, 100.0, found))
+    events = list(find_notifications(state.stalls, state.newest_ns, now, 100.0, found))
     assert [(event.type, event.key, event.at_s) for event in events] == expected
     assert all(event.data["text"] for event in events)
 
 
 def test_the_end_of_a_stuck_run_names_its_cause() -> None:
     for stall in (stalled(), stalled(70)):
-        *_, last = find_notifications(seen(stall), ended("stopped"), 100.0)
+        *_, last = find_notifications([stall], seen(stall).newest_ns, ended("stopped"), 100.0)
         assert last.type == "dpmon.run.ended"
         assert last.data["text"].endswith(" s: rank 1 in save")
         assert "; ended in a stall of " in last.data["text"]
@@ -83,7 +83,7 @@ def test_the_end_of_a_stuck_run_names_its_cause() -> None:
 
 def test_alive_is_told_once_in_its_time_and_not_after_the_end() -> None:
     def alive(at_s: float, now: Health = TRAINING) -> list[str]:
-        events = find_notifications(seen(), now, at_s, alive_s=60.0)
+        events = find_notifications([], -1, now, at_s, alive_s=60.0)
         return [each.key for each in events if each.type == "dpmon.run.alive"]
 
     assert [alive(at_s) for at_s in (0.0, 59.9, 60.0, 200.0)] == [["0"], ["0"], ["1"], ["3"]]

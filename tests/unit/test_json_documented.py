@@ -8,8 +8,7 @@ import re
 from dataclasses import replace
 from math import nan
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -19,7 +18,6 @@ from dpmon.cli.status import read_run_status
 from dpmon.cli.status_stream import StatusStream
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
-from dpmon.model.run_analysis import RunAnalysis
 from dpmon.notify.notifier import to_cloudevent
 from dpmon.notify.run_notifications import find_notifications
 from dpmon.record.history_rows import Definition, LossRow, Row
@@ -148,8 +146,7 @@ def test_every_field_of_an_event_is_described() -> None:
     found = [Finding("data", "text", "ground", "advice", 0.9)]
     events = []
     for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):
-        seen = SimpleNamespace(stalls=stalls, newest_ns=0)
-        for each in find_notifications(cast(RunAnalysis, seen), now, at_s, found, 60.0):
+        for each in find_notifications(stalls, 0, now, at_s, found, 60.0):
             told = each._replace(data={**each.data, "health": now.fields()})
             events.append(to_cloudevent(told, told.id_in("run"), make_run_info(id="run")))
     assert len({event["type"] for event in events}) == 6

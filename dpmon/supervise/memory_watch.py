@@ -71,9 +71,10 @@ def add_memory_note(cause: str | None, drain: RingDrain, output: str = "") -> st
     parts, device = [cause or ""], HOST_NAME
     # After the end of its processes, the run uses nothing.
     newest: Mapping[str, Any] = next((sample for sample in reversed(samples) if sample.get("run_mem_bytes")), {})
-    if cause and _NO_SHM.search(cause + output) and newest.get("shm_total_bytes"):
+    shm_bytes = max((sample.get("shm_total_bytes") or 0 for sample in samples), default=0)
+    if cause and _NO_SHM.search(cause + output) and shm_bytes:
         used_bytes = max(sample.get("shm_used_bytes") or 0 for sample in samples)
-        parts.append(f"{format_bytes(used_bytes)} of {format_bytes(newest['shm_total_bytes'])} in /dev/shm were used")
+        parts.append(f"{format_bytes(used_bytes)} of {format_bytes(shm_bytes)} in /dev/shm were used")
     if _NO_MEMORY.search(parts[0]):
         oom = next(iter(drain.recorded_events("oom", limit=1)), None)
         if oom is not None and "CUDA" in parts[0]:

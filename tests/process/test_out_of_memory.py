@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from dpmon.text.formatting import format_bytes
 from support.run_harness import Dpmon
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,6 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
 
 def test_a_full_dev_shm(dpmon: Dpmon) -> None:
     run = dpmon.run(*dpmon.warm(), "--headless", dpmon.script(SHARED))
-    total = shutil.disk_usage("/dev/shm").total / (1 << 20)
+    total = format_bytes(shutil.disk_usage("/dev/shm").total)
     assert run.status == 1
-    assert f" MiB of {total:,.1f} MiB in /dev/shm were used" in dpmon.exit()["cause"]
+    assert f" of {total} in /dev/shm were used" in dpmon.exit()["cause"]

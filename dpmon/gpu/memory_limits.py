@@ -41,12 +41,14 @@ def iter_cgroup_limits(pid: int, host_bytes: int, mount: Path = CGROUPS) -> Iter
             number, controllers, path = line.split(":", 2)
             if number != "0" and "memory" not in controllers.split(","):
                 continue
-            top, names = (mount, _V2) if number == "0" else (mount / "memory", _V1)
+            top, (limit_file, usage_file, freeable) = mount, _V2
+            if number != "0":
+                top, (limit_file, usage_file, freeable) = mount / "memory", _V1
             group = top / path.lstrip("/")
             for directory in (group, *group.parents[: len(group.parts) - len(top.parts)]):
                 with suppress(OSError, ValueError):  # it is not here, or has no limit ("max")
-                    limit_bytes, used_bytes = (int((directory / name).read_text()) for name in names[:2])
+                    limit_bytes, used_bytes = (int((directory / name).read_text()) for name in (limit_file, usage_file))
                     if limit_bytes < host_bytes:
                         statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-                        used_bytes -= int(statistics.get(names[2], 0))
+                        used_bytes -= int(statistics.get(freeable, 0))
                         yield MemoryLimit("cgroup", limit_bytes, max(limit_bytes - used_bytes, 0))

@@ -114,7 +114,7 @@ _Fact = TypeVar("_Fact")
 
 
 class Selection(NamedTuple):
-    """What of a run a reader looks at."""
+    """The part of a run that a reader has selected."""
 
     span_s: int = 120
     """Time range of the histories and metrics (s); 0 is the whole run."""
@@ -131,12 +131,12 @@ EVERYTHING = Selection()
 
 @dataclass(slots=True)
 class RunCaches:
-    """What a reader keeps from one look at a run to the next: what can no longer change."""
+    """Answers that a reader keeps from one analysis of a run to the next, because they can no longer change."""
 
     answers: BucketAnswers = field(default_factory=BucketAnswers)
     samples: DeviceSampleCache = field(default_factory=DeviceSampleCache)
     events: tuple[object, RunEvents] = (None, RunEvents())
-    """The events of the last look, and what they depend on."""
+    """The events of the last analysis, and what they depend on."""
 
 
 class RunAnalysis(LazyFacts):
@@ -276,7 +276,7 @@ class RunAnalysis(LazyFacts):
 
     @cached_property
     def has_many(self) -> bool:
-        """Whether there are so many processes that facts about all of them are some seconds old."""
+        """Whether facts about all processes are some seconds old, because there are more than MAX_FULLY_READ."""
         return len(self._node_names) > MAX_FULLY_READ
 
     def _read_newest(self, numbers: Sequence[int]) -> dict[int, NewestRecords]:
@@ -732,7 +732,7 @@ class RunAnalysis(LazyFacts):
 
     @cached_property
     def memory_events(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """The newest records, by kind, that say what memory holds and why it was too little."""
+        """The newest records about memory, by kind: what grows, samples of the host, the exit."""
         kinds = "growth", "host", "exit"
         return {kind: [event.data for event in read_events(self.store, kind, limit=MEMORY_EVENTS)] for kind in kinds}
 

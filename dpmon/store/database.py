@@ -70,31 +70,30 @@ DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError)
 """What reading a damaged history raises."""
 
 
+def prepare_to_read(db: sqlite3.Connection) -> None:
+    """Bound the values that `db` reads, and keep its schema from running functions, before anything is read."""
+    db.execute("PRAGMA trusted_schema=OFF")
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+    install_aggregates(db)
+
+
 class HistoryConnection:
     """A connection to a history, for queries."""
 
     def __init__(self, db: sqlite3.Connection, reopen: Callable[[], sqlite3.Connection] | None = None) -> None:
-        """`reopen`: opens the same database again after `release`; None: it stays open."""
+        """`reopen`: opens the same database again after `release`, prepared to read; None: it stays open."""
+        prepare_to_read(db)
         self._reopen = reopen
-        self._db: sqlite3.Connection | None = None
-        self._adopt(db)
+        self._db: sqlite3.Connection | None = db
 
     @property
     def db(self) -> sqlite3.Connection:
         """The database, which is opened again if it was released."""
-        if self._db is not None:
-            return self._db
-        if self._reopen is None:
+        if self._db is None and self._reopen is not None:
+            self._db = self._reopen()
+        if self._db is None:
             raise HistoryError("it was closed")
-        return self._adopt(self._reopen())
-
-    def _adopt(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        """Bound the values that `db` reads, and keep its schema from running functions. Return it."""
-        self._db = db
-        install_aggregates(db)
-        db.execute("PRAGMA trusted_schema=OFF")
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
-        return db
+        return self._db
 
     def rows(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query. Raises HistoryError if the database cannot be read."""

@@ -42,11 +42,11 @@ less). Smaller growth may be a long warm-up."""
 HORIZON_S = 24 * 3600
 """Growth matters if it reaches the limit within a day: dpmon does not know how many steps will follow."""
 _T_975 = {9: 2.571, 15: 2.262}
-"""Student's t for the trimmed differences of so many blocks."""
+"""Student's t (97.5%) by number of blocks, for their trimmed differences."""
 _MIN_LARGER = 1.02
 _MAX_PROCESSES, _MAX_GPUS = 16, 64
 _MIN_BUCKETS = 60
-"""Fewest time buckets of which the steps are known; between them, they are interpolated."""
+"""Fewest time buckets whose steps are counted; in between, steps are interpolated."""
 Samples = Sequence[tuple[float, float]]
 """Times (ns since the run's start), or steps so far, and bytes; in order."""
 

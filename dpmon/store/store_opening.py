@@ -33,6 +33,7 @@ from dpmon.store.database import (
     HistoryConnection,
     check_schema,
     database_file_stamps,
+    prepare_to_read,
     version_of,
 )
 from dpmon.store.ring_drain import RingDrain
@@ -76,7 +77,7 @@ def _open_history(directory: Path, run_info: RunInfo) -> Iterator[HistoryConnect
 
 
 def _open_file(directory: Path) -> sqlite3.Connection:
-    """Open the file of a history in a read transaction.
+    """Open the file of a history in a read transaction, prepared to read.
 
     Raises FileNotFoundError if there is none, or if the supervisor is creating it, HistoryError if it is not dpmon's,
     RunError if another version of dpmon recorded it.
@@ -90,9 +91,9 @@ def _open_file(directory: Path) -> sqlite3.Connection:
         raise HistoryError(error.strerror) from None
     with ExitStack() as stack:
         db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro")))
+        prepare_to_read(db)
         if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             raise FileNotFoundError
-        db.execute("PRAGMA trusted_schema=OFF")
         db.execute("BEGIN")
         check_schema(db)
         if (version := version_of(db)) != SCHEMA_VERSION:

@@ -1,4 +1,4 @@
-"""Asks the training processes what keeps memory alive once it grows, and says what is known about a lack of memory."""
+"""Asks the training processes what keeps memory alive once it grows, and adds the record of a lack of memory."""
 
 from __future__ import annotations
 
@@ -67,17 +67,19 @@ def add_memory_note(cause: str | None, drain: RingDrain, output: str = "") -> st
 
     `output`: the end of the script's output. Of the exception of a loader worker, `cause` has only the class.
     """
+    if cause is None:
+        return None
     samples = drain.recorded_events("host", limit=_SHM_SAMPLES)
-    parts, device = [cause or ""], HOST_NAME
+    parts, device = [cause], HOST_NAME
     # After the end of its processes, the run uses nothing.
     newest: Mapping[str, Any] = next((sample for sample in reversed(samples) if sample.get("run_mem_bytes")), {})
     shm_bytes = max((sample.get("shm_total_bytes") or 0 for sample in samples), default=0)
-    if cause and _NO_SHM.search(cause + output) and shm_bytes:
+    if _NO_SHM.search(cause + output) and shm_bytes:
         used_bytes = max(sample.get("shm_used_bytes") or 0 for sample in samples)
         parts.append(f"{format_bytes(used_bytes)} of {format_bytes(shm_bytes)} in /dev/shm were used")
-    if _NO_MEMORY.search(parts[0]):
+    if _NO_MEMORY.search(cause):
         oom = next(iter(drain.recorded_events("oom", limit=1)), None)
-        if oom is not None and "CUDA" in parts[0]:
+        if oom is not None and "CUDA" in cause:
             device = oom["device"]
             asked, free, total = (format_bytes(oom[f"{name}_bytes"]) for name in ("asked", "free", "total"))
             parts.append(f"{device}: {asked} were requested, {free} of {total} were free")
@@ -87,4 +89,4 @@ def add_memory_note(cause: str | None, drain: RingDrain, output: str = "") -> st
         trends = [trend for trend in drain.memory_trends() if trend.device == device and trend.is_growing]
         parts += [f"it grew {format_bytes(trend.growth.step_bytes)} per step" for trend in trends[:1]]
         parts += [describe_growth(data)[0] for data in drain.recorded_events("growth", limit=1) if data["names"]]
-    return "; ".join(parts) or None
+    return "; ".join(parts)

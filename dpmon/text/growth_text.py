@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dpmon.text.formatting import format_bytes
+from dpmon.text.formatting import format_bytes, format_count_with_noun
 
-_PLURALS = {"tensor": "tensors", "list": "lists", "dict": "dicts", "tuple": "tuples"}
+_COUNTED = ("tensor", "list", "dict", "tuple")
+"""Classes of items that readers know by name."""
 
 
 def describe_growth(data: Mapping[str, Any]) -> list[str]:
@@ -29,4 +30,8 @@ def _describe_name(entry: Mapping[str, Any]) -> str:
         return f"{name} keeps {least}{kept} alive"
     device = f" ({entry['device']})" if entry["device"] else ""
     graphs = " and their graphs" * entry["graphs"]
-    return f"{entry['type']} {name} holds {count:,} {_PLURALS.get(items, f'objects ({items})')}{device}{graphs}"
+    if items in _COUNTED:
+        held = format_count_with_noun(count, items)
+    else:
+        held = f"{format_count_with_noun(count, 'object')} ({items})"
+    return f"{entry['type']} {name} holds {held}{device}{graphs}"

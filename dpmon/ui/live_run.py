@@ -68,7 +68,7 @@ class LiveRun:
         self._reader: RunReader | None = None
         self._caches = RunCaches()
         self._history = ExitStack()
-        """Closes the records that `state` reads."""
+        """Ends the use of the records that `state` reads."""
         self._store: Store | None = None
         self._drawn_state = self.state
         """The state of the last picture."""
@@ -188,7 +188,7 @@ class LiveRun:
     ) -> RunAnalysis | None:
         """Open the records and return the state as of a time; None if they cannot be read.
 
-        While the screen is frozen, the records stay open: those of the time before the freeze are complete.
+        While the screen is frozen, the same records are read: those of the time before the freeze are complete.
         """
         from dpmon.run.run_directory import RunError
 

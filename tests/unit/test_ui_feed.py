@@ -16,7 +16,7 @@ import pytest
 from dpmon.errors import HistoryError
 from dpmon.model.run_analysis import MAX_FULLY_READ, RunAnalysis
 from dpmon.run.run_directory import ExitInfo
-from dpmon.store.database import HISTORY_FILE, HistoryConnection
+from dpmon.store.database import HISTORY_FILE, HistoryConnection, prepare_to_read
 from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels.panel_output import OutputView
@@ -86,6 +86,7 @@ def test_between_two_pictures_the_history_is_closed(tmp_path: Path, is_drawn: bo
 
     def connect() -> sqlite3.Connection:
         db = sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)
+        prepare_to_read(db)
         db.execute("BEGIN")
         return db
 

@@ -31,7 +31,7 @@ _STATISTICS = {
 }
 _report_numbers = count(1)
 MAX_BLOCKS = 20_000
-"""Most blocks in use of which the lines are read; this takes some microseconds for each."""
+"""With more blocks in use, their lines are not read: each block takes some microseconds."""
 
 
 def statistics() -> dict[str, dict[str, object]]:

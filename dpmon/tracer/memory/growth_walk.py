@@ -72,7 +72,7 @@ _Key = tuple[CodeType | str, str]
 
 
 class GrowthWalker:
-    """The looks of one process at what its script keeps alive."""
+    """Looks at what the script of one process keeps alive."""
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
@@ -362,18 +362,19 @@ def _iter_code(code: CodeType) -> Iterator[CodeType]:
 def _growing_lines(code: CodeType, name: str) -> set[int]:
     """Return the lines that add to a variable or attribute."""
     lines: set[int] = set()
-    start = 0, 0
+    start, start_line = (0, 0), 0
     if name not in (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars):
         return lines
     for instruction in get_instructions(code):
         positions, argument = instruction.positions, instruction.argval
-        here = (positions.lineno or 0, positions.col_offset or 0) if positions is not None else (0, 0)
+        line, column = (positions.lineno, positions.col_offset) if positions is not None else (0, 0)
+        line, here = line or 0, (line or 0, column or 0)
         words = argument if type(argument) is tuple else (argument,)
         for access, word in zip(_ACCESS.findall(instruction.opname), words, strict=False):
             if word == name and access == "LOAD":
-                start = here
-            elif word == name and start[0] >= here[0] > 0:  # its new value comes from the old one
-                lines.add(here[0])
+                start, start_line = here, line
+            elif word == name and start_line >= line > 0:  # its new value comes from the old one
+                lines.add(line)
         if start == here and (argument in _ADDING or instruction.opname == "STORE_SUBSCR"):
-            lines.add(here[0])
+            lines.add(line)
     return lines

@@ -225,6 +225,8 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `progress.epoch`, `.batch`, `.batches`, `.left_s`, `.error_s`, `.text`, `.absent.*`: the last
   [epoch](screen.md#progress), without the time left
 {items("epochs[].", members_of(EPOCHS), "an epoch", _EPOCH)}
+- `efficiency.text`, `.mfu`, `.hfu`, `.flops_per_s`, `.peak_flops_per_s`, `.reachable_flops_per_s`, `.dtype`,
+  `.is_lower_bound`, `.absent.*`, `.ranks[].*`: [how good it is](how-good.md), of all ranks together and of each
 - `losses[].process`, `.place`, `.loss`, `.smoothed`, `.step`, `.t_s`, `.absent.*`: the newest
   [loss](tracing.md#losses) at a line that calls backward
 - `losses[].points[].t_s`, `.values`, `.low`, `.mean`, `.high`, `.unfit`: a part of the run: numbers of finite and other
@@ -285,11 +287,11 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `sides[].runs[].id`, `.name`, `.directory`, `.steps`, `.straggler`: `steps` were compared
 - `differences[].what`, `.a`, `.b`: what differs, and its value on both sides
 - `most_changed.phase`, `.a`, `.b`: the phase that changed most in the direction of the step, in ms
-- `figures.*.unit`: `ms`, `bytes` or `/s`
+- `figures.*.unit`: `ms`, `bytes`, `share` or `/s`
 - `figures.*.a[]`, `.b[]`: the value of each run: mean time per step or sample (`step`), its part in a phase, in a
   phase on the slowest device (`*_device`), or `between` steps; `median_step`, `fast_step`, `cpu_step`;
-  `samples_per_s`, `steps_per_s`, `memory` (torch's peak), `host_memory`, `exposed`, `wait`, `evaluation_step`,
-  `evaluation` (total), `startup`
+  `samples_per_s`, `steps_per_s`, `mfu`, `flops_per_s`, `memory` (torch's peak), `host_memory`, `exposed`, `wait`,
+  `evaluation_step`, `evaluation` (total), `startup`
 - `figures.*.ratio`, `.low`, `.high`: `b` divided by `a`, and its 95% interval
 - `figures.*.least`, `.most`: one-sided 95% bounds, which limits use
 - `figures.*.missing`: why there is no ratio, or no interval
@@ -357,6 +359,7 @@ An object per line. `kind` is `status`; `message`, with a `text` of dpmon; or, i
 - `quantities.*.sum`, `.steps`: the total, and the number of steps with a value
 - `progress.epoch`, `.batch`, `.batches`, `.left_s`, `.error_s`, `.text`, `.absent.*`: the
   [epoch](screen.md#progress), the time left and its uncertainty
+- `efficiency.*`, `efficiency.absent.*`, `efficiency.ranks[].*`: as in the report, over the last ten seconds of training
 - `losses[].place`, `.loss`, `.smoothed`, `.step`, `.t_s`, `.absent.*`: as in the report
 - `processes`: number of training processes
 - `nodes[].number`, `.name`, `.state`, `.trouble`: with several nodes: the connection (connecting, connected, cut,

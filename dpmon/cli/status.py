@@ -149,7 +149,7 @@ def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
     if health.end is not None and members["stall"] is not None:
         lines.append(final_stall_sentence(members["stall"]["lasted_s"] * 1e9, members["stall"]["text"]))
     if members["step"] is not None:
-        lines.append(step_line(members))
+        lines += filter(None, [step_line(members), members["efficiency"]["text"]])
     troubled = [node for node in members.get("nodes", ()) if node["trouble"]]
     lines += [f"{node['name']} {node['trouble']}" for node in troubled[:MAX_FINDINGS]]
     if len(troubled) > MAX_FINDINGS:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dpmon.model.efficiency import Efficiency
 from dpmon.model.epoch_progress import NO_STEP, without_time
 from dpmon.model.nodes import NodeStatus
 from dpmon.model.run_analysis import EVERYTHING, MAX_RANKS, RunAnalysis, RunCaches, Selection
@@ -27,6 +28,7 @@ from dpmon.report import tables
 from dpmon.report.health import Health, assess_health, assess_live_run, read_run
 from dpmon.report.report_json import (
     communication_fields,
+    efficiency_fields,
     loss_fields,
     memory_trend_fields,
     progress_fields,
@@ -151,6 +153,10 @@ def status_members(reader: RunReader, run: RunAnalysis, health: Health, now_ns: 
     progress = NO_STEP if process is None else process.progress
     halt_reason = _HALTED.get(health.state) if health.end is None else None
     members["progress"] = progress_fields(progress if halt_reason is None else without_time(progress, halt_reason))
+    efficiency = Efficiency(reason=absent.get("steps_per_s"))
+    if members["steps_per_s"] is not None:
+        efficiency = run.efficiency
+    members["efficiency"] = efficiency_fields(efficiency)
     members["losses"] = [loss_fields(curve) for curve in run.losses]
     if not run.losses:
         absent["losses"] = "no backward pass from one value was seen"

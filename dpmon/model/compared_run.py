@@ -82,7 +82,7 @@ class Metric(NamedTuple):
         """Return a value in words."""
         if self.unit == "ns":
             return format_duration(value)
-        return format_bytes(value) if self.unit == "bytes" else format_compact(value)
+        return {"bytes": format_bytes, "share": format_percent}.get(self.unit, format_compact)(value)
 
 
 def _step_metrics() -> list[Metric]:
@@ -109,6 +109,8 @@ value per run."""
 RUN_METRICS = (
     Metric("samples_per_s", "samples/s", "/s"),
     Metric("steps_per_s", "steps/s", "/s"),
+    Metric("mfu", "MFU", "share"),
+    Metric("flops_per_s", "FLOP/s", "/s"),
     Metric("memory", "peak memory of torch", "bytes"),
     Metric("host_memory", "host memory of the run", "bytes"),
     Metric("exposed", "exposed communication per step"),
@@ -276,6 +278,8 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     values = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
+        "mfu": run.whole_efficiency.mfu,
+        "flops_per_s": run.whole_efficiency.flops_per_s,
         "memory": max(peaks, default=None),
         "host_memory": max(hosts, default=None),
         **rank_times,

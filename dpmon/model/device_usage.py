@@ -39,6 +39,9 @@ _MODES_SEARCHED = 16
 """Number of times in a mode that are searched for peaks."""
 POINTS = 400
 """Most time buckets per device."""
+MIN_THROTTLED_SHARE, MIN_BUSY_PCT = 0.05, 50
+"""Smallest share of the samples, because short dips after a burst are usual; smallest median utilization of a GPU whose
+clocks matter."""
 _HIGHEST = {
     "mem_used_bytes": "mem_used_max",
     "mem_run_bytes": "mem_run_max",
@@ -172,6 +175,8 @@ class DeviceUsage:
     index: int
     name: str | None = None
     uuid: str | None = None
+    ordinals: set[tuple[int, str]] = field(default_factory=set)
+    """The processes of the run that see it, and its name there; empty for a GPU that is divided into MIG instances."""
     called: str | None = None
     """Its name in the run's processes, such as cuda:0."""
     of_run: bool | None = None
@@ -179,7 +184,8 @@ class DeviceUsage:
     util: array[float] = field(default_factory=lambda: array("d"))
     """Without the samples in pauses."""
     clocks: array[float] = field(default_factory=lambda: array("d"))
-    """Clocks of the GPU (MHz), without the samples in pauses."""
+    """Clocks of the GPU (MHz), without the samples in pauses; likewise `sm_active`, in per cent."""
+    sm_active: array[float] = field(default_factory=lambda: array("d"))
     mem_used_max: float | None = None
     mem_run_max: float | None = None
     mem_total: float | None = None
@@ -197,6 +203,13 @@ class DeviceUsage:
         """The median of `util`."""
         return median(self.util) if self.util else None
 
+    def throttled_share(self, boost_mhz: float | None) -> float:
+        """Return the share of this clock (0 to 1) that a busy GPU keeps while it is throttled; 1 if it is not."""
+        is_throttled = sum(self.throttled.values()) > MIN_THROTTLED_SHARE * self.throttle_samples
+        if boost_mhz is None or not is_throttled or not self.clocks or (self.util_median or 0) < MIN_BUSY_PCT:
+            return 1.0
+        return min(median(self.clocks) / boost_mhz, 1.0)
+
     def points(self) -> list[tuple[int, float | None, float | None]]:
         """Return the middle (ns) of each bucket, its mean utilization (per cent) and its mean memory in use (bytes)."""
         return [
@@ -208,8 +221,11 @@ class DeviceUsage:
         """Add a sample. `bucket_ns`: the middle of its bucket."""
         self.samples += 1
         self.name, self.uuid = sample.name or self.name, sample.uuid or self.uuid
-        for ordinal in json.loads(sample.ordinals or "[]")[:1]:
+        ordinals = json.loads(sample.ordinals or "[]")
+        for ordinal in ordinals[:1]:
             self.called = ordinal["device"]
+        if not sample.mig:
+            self.ordinals.update((ordinal["process"], ordinal["device"]) for ordinal in ordinals)
         if sample.of_run is not None:
             self.of_run = bool(self.of_run or sample.of_run)
         if sample.throttle is not None:
@@ -219,6 +235,8 @@ class DeviceUsage:
             self.util.append(sample.use_pct)
         if sample.sm_clock_mhz is not None and not is_paused:
             self.clocks.append(sample.sm_clock_mhz)
+        if sample.sm_active_pct is not None and not is_paused:
+            self.sm_active.append(sample.sm_active_pct)
         for name in _HIGHEST:
             self.raise_highest(name, getattr(sample, name))
         for name in _FIRST_SUM:
@@ -258,8 +276,8 @@ class HostUsage(NamedTuple):
 class SampledDevices:
     """The GPUs and hosts of a run, from all its samples."""
 
-    def __init__(self, store: Store, paused: Sequence[Span] = ()) -> None:
-        """`paused`: times (ns) that no median covers, in order."""
+    def __init__(self, store: Store, paused: Sequence[Span] = (), since_ns: int = 0) -> None:
+        """`paused`: times (ns) that no median covers, in order. `since_ns`: start of the samples."""
         self._by_index: dict[int, DeviceUsage] = {}
         self.last_ns = 0
         """Time of the last sample."""
@@ -275,7 +293,7 @@ class SampledDevices:
             self._bucket_ns *= 2
         for row in read_device_minutes(store):
             self._add_rollup(row)
-        for sample in iter_samples(store):
+        for sample in iter_samples(store, since_ns):
             index = bisect_right(paused, sample.t_ns, key=lambda span: span[0]) - 1
             is_paused = index >= 0 and sample.t_ns < paused[index][1]
             self._usage(sample.device).add(sample, self._bucket_of(sample.t_ns), is_paused=is_paused)

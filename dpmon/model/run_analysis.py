@@ -21,6 +21,7 @@ from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, Wrapper, build_communication
 from dpmon.model.device_memory import DeviceMemory, memory_of_processes
 from dpmon.model.device_usage import DeviceHistory, DeviceSampleCache, DeviceUsage, HostUsage, SampledDevices
+from dpmon.model.efficiency import SERIES, Efficiency, build_efficiency
 from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
@@ -60,7 +61,7 @@ from dpmon.store.gaps import Gap, read_gaps
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
 from dpmon.store.memory_growth import MemoryTrend, read_memory_trends
 from dpmon.store.shapes import read_shapes
-from dpmon.store.step_stats import StatsWindow, StepStats, account_for_elapsed, compute_step_stats
+from dpmon.store.step_stats import Rate, StatsWindow, StepStats, account_for_elapsed, compute_step_stats
 from dpmon.store.steps import (
     StepRow,
     find_next_step_ns,
@@ -497,6 +498,29 @@ class RunAnalysis(LazyFacts):
         if step.kind != self.main_kind or found.last_ns is None:
             return found
         return found._replace(last_ns=max(found.last_ns, step.start_ns + step.wall_ns))
+
+    @cached_property
+    def efficiency(self) -> Efficiency:
+        """How good the last ten seconds of training are, or the last three steps; after the end, the whole run."""
+        focus, recent = self.representative, self.recent_rate
+        if self.over or focus is None:
+            return self.whole_efficiency
+        start_s = max(focus.end_s - max(WINDOW_S, 3 * recent.step_ns // SECOND), 0)
+        window = StatsWindow(self.store, start_s, focus.end_s, series=SERIES)
+        return self.read_at_most_every(
+            min(len(self.order) // RANKS_A_SECOND, MAX_AGE_S),
+            ("efficiency", focus.process, focus.mode, self.order),
+            lambda: self._build_efficiency(window, recent.rate, start_s * SECOND),
+        )
+
+    def _build_efficiency(self, window: StatsWindow, rate: Rate | None, since_ns: int = 0) -> Efficiency:
+        """Return the efficiency in the current mode. `since_ns`: start of the samples of GPUs; 0 for the whole run."""
+        if not self.events.flops:
+            return Efficiency(rate)
+        gpus = SampledDevices(self.store, since_ns=since_ns).gpus if since_ns else self.device_usage
+        together = [process for process in (self.representative, *self._other_ranks) if process is not None]
+        steps = [(process, window.tally(process.mode, process=process.process)) for process in together]
+        return build_efficiency(steps, rate, self.events.flops, gpus)
 
     def _read_sampled(self) -> tuple[CollectiveSums, int]:
         focus = self.representative
@@ -977,6 +1001,15 @@ class RunAnalysis(LazyFacts):
     def host_usage(self) -> HostUsage | None:
         """The CPU use of the host; None if it was not sampled."""
         return self.samples.host
+
+    @cached_property
+    def whole_efficiency(self) -> Efficiency:
+        """How good the training is in the mode that it has now, or had at its end."""
+        focus = self.representative
+        if focus is None:
+            return Efficiency()
+        rate = self.window.rate(focus.mode, process=focus.process if focus.rank is None else None)
+        return self._build_efficiency(self.window, rate)
 
     # ------------------------------------------------------------------------------------------ long steps
 

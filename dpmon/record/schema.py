@@ -174,6 +174,23 @@ QUANTITIES = (
         absent_is_zero=True,
         label="backward passes under no_sync",
     ),
+    Quantity(
+        "flops",
+        unit="FLOP",
+        meaning="FLOPs of the model: those of the step with the same calls that was counted, without recomputation",
+        metric="flops_total",
+        absent="no step with the same calls was counted before (see the records of kind flops)",
+        listed_elsewhere=True,
+    ),
+    Quantity(
+        "recomputed_flops",
+        unit="FLOP",
+        meaning="further FLOPs: activation checkpointing repeats them in the backward pass",
+        metric="recomputed_flops_total",
+        absent="nothing was recomputed, or `flops` is unknown",
+        absent_is_zero=True,
+        listed_elsewhere=True,
+    ),
 )
 SYNC_NUMBER = "sync_number"
 """Number of a step's last sync pass: a backward pass in which ranks averaged gradients. The same on all ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from dpmon.model.communication import Communication, Wrapper
+from dpmon.model.efficiency import Efficiency
 from dpmon.model.epoch_progress import Progress, format_progress
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.mode_comparison import verdict_sentence
@@ -69,6 +70,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             for rank in run.rank_summaries
         ],
         "communication": communication_fields(run.whole_communication),
+        "efficiency": efficiency_fields(run.whole_efficiency),
         "losses": [_loss_members(curve) for curve in run.whole_losses],
         "stages": [tables.STAGES.as_json(stage) for stage in run.stages],
         "devices": [tables.DEVICES.as_json(device) for device in run.device_usage],
@@ -201,6 +203,15 @@ def loss_fields(curve: LossCurve) -> dict[str, object]:
         "loss": curve.last if is_finite else None,
         "absent": {} if is_finite else {"loss": curve.why or repr(curve.last)},
     }
+
+
+def efficiency_fields(efficiency: Efficiency) -> dict[str, object]:
+    """Return how good the training is, and that of each process if there are several."""
+    names = "flops_per_s", "peak_flops_per_s", "reachable_flops_per_s", "mfu", "hfu", "dtype", "is_lower_bound"
+    absent = {} if efficiency.reason is None else {"mfu": efficiency.reason}
+    ranks = [{"process": number, **efficiency_fields(rank)} for number, rank in efficiency.ranks.items()]
+    members = {"text": efficiency.line or None, **fields_of(efficiency, *names), "absent": absent}
+    return {**members, "ranks": ranks} if ranks else members
 
 
 def _loss_members(curve: LossCurve) -> dict[str, object]:

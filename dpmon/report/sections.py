@@ -69,6 +69,7 @@ def build_document(report: ReportData) -> Document:
         Section("Memory", _memory_parts(run), " as torch counts it"),
         Section("Epochs", _epoch_parts(run), process_suffix(run.progress.process, run)),
         Section("Loss", [*_loss_parts(run), *plots.get("loss", ())]),
+        Section("How good", _paragraphs([run.whole_efficiency.text] if run.steps else ())),
         Section("Communication", _communication_tables(run)),
         Section("dp vs. single", _paragraphs(comparison_sentences)),
         Section("Devices", [*_device_parts(run), *plots.get("use", ()), *plots.get("memory", ())]),

@@ -80,10 +80,17 @@ def format_compact(number: float | None) -> str:
     """Return three digits and a thousands letter: 412, 12.4k, 3.10M, 0.52."""
     if number is None:
         return UNKNOWN
-    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= scale * 0.9995:
             return format_three_digits(number / scale) + letter
     return format_three_digits(number)
+
+
+def format_flops(flops_per_s: float) -> str:
+    """Return FLOPs per second with three digits: "376 TFLOP/s", "12.1 GFLOP/s"."""
+    text = format_compact(flops_per_s)
+    number = text.rstrip("PTGMk")
+    return f"{number} {text[len(number) :]}FLOP/s"
 
 
 def format_rate_note(rate: Rate | None) -> str:

@@ -288,7 +288,10 @@ def check_json_is_documented(section: str, *objects: dict[str, Any]) -> None:
     patterns = {path: _path_pattern(path) for path in documented_json_paths(section)}
     there = sorted({path for each in objects for path in _paths_in(each)})
     below = {path for path in there if any(name.startswith((f"{path}.", f"{path}[]")) for name in (*there, *patterns))}
-    assert not [path for path in there if path not in below and not any(p.fullmatch(path) for p in patterns.values())]
+    undocumented = [
+        path for path in there if path not in below and not any(p.fullmatch(path) for p in patterns.values())
+    ]
+    assert not undocumented, undocumented
     for path, each in patterns.items():
         beside = _path_pattern(f"{path.rpartition('.')[0]}.*".removeprefix("."))
         assert any(map(each.fullmatch, there)) or not any(map(beside.fullmatch, there)), path

@@ -534,3 +534,33 @@ def sample_events() -> list[Row]:
         {"device": "cuda:1", "model_bytes": 10},
     ]
     return [*found, Event("memory", memory), Event("warning", {"process": None, "t_s": None, "text": "a\nb"})]
+
+
+# ------------------------------------------------------------------------------------------------ FLOPs
+
+
+def flops_event(process: int = 0, **more: Any) -> Event:
+    """Return the record of a counted step, as the tracer writes it."""
+    data: dict[str, Any] = {
+        "process": process,
+        "rank": None,
+        "t_s": 2.0,
+        "step": 1,
+        "flops": 3 * 10**12,
+        "recomputed_flops": 0,
+        "by_dtype": {"bfloat16": 3 * 10**12},
+        "operators": 900,
+        "uncounted": [],
+        "reason": None,
+        "absent": {},
+    }
+    return Event("flops", {**data, **more})
+
+
+def with_flops(rows: Iterable[Row], flops: int, recomputed: int = 0, every: int = 1) -> list[Row]:
+    """Return the rows with the FLOPs of each step, or of one in `every`."""
+    counts = {"flops": flops, **({"recomputed_flops": recomputed} if recomputed else {})}
+    return [
+        row._replace(counts={**row.counts, **counts}) if isinstance(row, Step) and row.step % every == 0 else row
+        for row in rows
+    ]

@@ -153,7 +153,20 @@ CALL_KEYS = [
     "devices", "phases", "replicas", "inputs", "outputs",
 ]  # fmt: skip
 """The example of a record, with its duration and the reasons for absent values."""
-STEP_KEYS = ["kind", "process", "rank", "step", "step_kind", "mode", "start_s", "wall_ms", "samples", "phases", "spans"]
+STEP_KEYS = [
+    "kind",
+    "process",
+    "rank",
+    "step",
+    "step_kind",
+    "mode",
+    "start_s",
+    "wall_ms",
+    "samples",
+    "flops",
+    "phases",
+    "spans",
+]
 
 
 def test_the_json_of_a_call() -> None:
@@ -212,15 +225,16 @@ def test_the_json_of_a_step() -> None:
     assert (found["kind"], found["process"], found["rank"], found["step"]) == ("step", 7, 2, 12)
     assert (found["mode"], found["start_s"], found["wall_ms"], found["samples"]) == ("dp", 0.002, 1.0, 30)
     assert found["phases"] == {"data": 0.001, "forward": 0.002, "other": 0.997}
-    assert found["absent"] == {}
+    assert set(found["absent"]) == {"flops"}
 
 
 def test_missing_spans_are_counted_and_reported() -> None:
     found = as_json(read(with_spans(SHORT, 1000, 44)))
     assert (len(found["spans"]), found["missing_spans"]) == (len(SHORT), 44)
+    assert found["absent"].pop("flops")
     assert found["absent"] == {"spans": f"only the first {len(SHORT)} of a step are recorded"}
     without = as_json(read(step_row("dp", 12, ORIGIN, 1000, 30, (100, 200, 300, 50))))
-    assert (without["spans"], without["absent"], "missing_spans" in without) == ([], {}, False)
+    assert (without["spans"], [*without["absent"]], "missing_spans" in without) == ([], ["flops"], False)
 
 
 def test_samples_that_are_unknown_are_null_with_a_reason() -> None:

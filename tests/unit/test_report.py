@@ -166,7 +166,8 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
 def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     own = [device_event(float(t), index, mem_run_bytes=(60 + t) << 30) for t in range(40) for index in (0, 1)]
     own += [device_event(40.0, 0, util_pct=None, mem_run_bytes=None, throttle=["power limit"])]
-    own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=[{"device": "cuda:0"}])
+    ordinals = [{"process": 0, "device": "cuda:0"}]
+    own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=ordinals)
             for t in range(20)]  # fmt: skip
     directory = write_run_directory({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
     story = read_report(directory)

@@ -30,7 +30,7 @@ from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_cursor import TimeCursor
 from support.history_builders import snapshot_of_rows
 from support.rank_builders import ManyNodes, record_ddp_ranks
-from support.record_builders import SECOND, Training, host_event, whole_device_event
+from support.record_builders import SECOND, Training, flops_event, host_event, whole_device_event, with_flops
 from support.screen_states import (
     MONO_ASCII,
     RUN_INFO,
@@ -206,6 +206,13 @@ def one_gpu() -> ScreenData:
     return learned(ScreenData(snapshot_of_rows(records), training.now, RUN_INFO, is_command_alive=True))
 
 
+def efficient() -> ScreenData:
+    """Return a script that trains on one GPU, with counted FLOPs."""
+    training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=160_000_000)
+    records = [*training.begin(), *with_flops(training.run(400), 60 * 10**12), flops_event(), *samples(1, 1)]
+    return learned(ScreenData(snapshot_of_rows(records), training.now, RUN_INFO, is_command_alive=True))
+
+
 @lru_cache(maxsize=2)
 def ranks_on_gpus(count: int) -> ScreenData:
     """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
@@ -262,6 +269,9 @@ SITUATIONS: dict[str, tuple[Callable[[], ScreenData], int, int, TerminalStyle]] 
     **{f"{name} {w}x{h}": (make, w, h, STYLE) for name, make in SCENES.items() for w, h in SIZES},
     **{f"{name} {w}x{h}": (SCENES[name], w, h, STYLE) for name, w, h in LARGE},
     "toggled to single 120x40": (lambda: recorded(0.6), 120, 40, STYLE),
+    "MFU 80x24": (efficient, 80, 24, STYLE),
+    "MFU 120x40": (efficient, 120, 40, STYLE),
+    "MFU 200x60": (efficient, 200, 60, STYLE),
     "one device 120x40": (one_device, 120, 40, STYLE),
     "one device 80x24": (one_device, 80, 24, STYLE),
     "comparison 80x24 zoomed": (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import itemgetter
+from statistics import median
 from typing import TYPE_CHECKING
 
+from dpmon.model.device_usage import MIN_THROTTLED_SHARE
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import (
     MIN_DATA_SHARE,
@@ -39,10 +41,12 @@ includes idle time, because it is measured between two events."""
 MIN_MEMORY_RATIO, MIN_MEMORY_EXCESS_BYTES = 1.25, 512 << 20
 """Smallest ratio of the first GPU's memory to the largest of the others, and smallest excess: a CUDA context alone
 takes 100 MiB or more."""
-MIN_THROTTLED_SHARE, MIN_THROTTLE_SAMPLES = 0.05, 10
-"""Smallest share of the samples, because short dips after a burst are usual; and fewest samples."""
+MIN_THROTTLE_SAMPLES = 10
 MAX_LOW_UTILIZATION_PCT, MIN_UTILIZATION_SAMPLES = 30.0, 20
 """Median share of time (per cent) in which a kernel ran, below which a GPU is reported as idle; and fewest samples."""
+MAX_LOW_MFU, MIN_HIGH_UTILIZATION_PCT, MAX_LOW_SM_ACTIVE_PCT, MAX_SMALL_KERNEL_NS = 0.25, 80.0, 40.0, 20_000
+"""Largest MFU that is low, and smallest utilization of a GPU that is the limit itself. Its kernels are small if fewer
+multiprocessors are active, or if an operator takes less time there: a kernel of 20 µs is not longer than its launch."""
 MIN_HOST_SAMPLES = 10
 """Fewest samples, one per second; fewer cover only the start."""
 MIN_FULL_PCT = 90.0
@@ -221,6 +225,26 @@ def find_low_utilization(run: RunAnalysis) -> Iterator[Finding]:
             )
 
 
+def find_small_kernels(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding if the GPUs are busy, but use little of their peak because their kernels are small."""
+    efficiency, gpus = run.whole_efficiency, [gpu for gpu in run.device_usage if gpu.of_run]
+    is_low = efficiency.mfu is not None and efficiency.mfu <= MAX_LOW_MFU and not efficiency.is_lower_bound
+    if not is_low or any(len(gpu.util) < MIN_UTILIZATION_SAMPLES for gpu in gpus):
+        return
+    busy_pct = min(gpu.util_median or 0.0 for gpu in gpus)
+    active_pcts, operator_ns = [pct for gpu in gpus for pct in gpu.sm_active], efficiency.operator_ns * busy_pct / 100
+    if active_pcts and median(active_pcts) < MAX_LOW_SM_ACTIVE_PCT:
+        proof = f"{median(active_pcts):.0f}% of the multiprocessors are active (median of {len(active_pcts)} samples)"
+    elif operator_ns < MAX_SMALL_KERNEL_NS:
+        proof = f"an operator takes {format_long_duration(operator_ns)} of GPU time, as a mean"
+    else:
+        return
+    if busy_pct >= MIN_HIGH_UTILIZATION_PCT:
+        text = f"MFU {format_percent(efficiency.mfu)}: the GPU is busy {busy_pct:.0f}% of the time with small kernels."
+        advice = "fewer and larger kernels: torch.compile, CUDA graphs, fused=True for the optimizer, larger batches"
+        yield Finding("small kernels", text, proof, advice, 0.2)
+
+
 # ------------------------------------------------------------------------------------------------ host
 
 
@@ -264,5 +288,5 @@ def _is_used_by_others(host: HostUsage) -> bool:
 
 FINDERS = (
     *(find_idle_devices, find_uneven_replicas, find_uneven_memory),
-    *(find_throttling, find_low_utilization, find_crowded_cpus),
+    *(find_throttling, find_low_utilization, find_small_kernels, find_crowded_cpus),
 )

@@ -49,8 +49,13 @@ def preferred_height(screen: ScreenData) -> int:
     if timeline is None:
         return 4 + 5 + 3
     lane_count = len(_ranks_with_steps(screen)) or 1 + len(visible_lanes(timeline))
-    table_height = 4 + bool(format_quantities(shown_stats(screen)))
+    table_height = 4 + bool(_text_below_table(screen))
     return table_height + 5 + 1 + bool(timeline.step.buckets) + min(lane_count, 9)
+
+
+def _text_below_table(screen: ScreenData) -> str:
+    """Return how good the training is, and the quantities of its steps."""
+    return " · ".join(filter(None, [screen.state.efficiency.line, *format_quantities(shown_stats(screen))]))
 
 
 def _last_timeline(screen: ScreenData) -> StepTimeline | None:
@@ -131,8 +136,9 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     # Every phase that ran and every expected phase of this mode has a column.
     columns = [phase for phase in stats.disjoint_phases if phase.ran or is_expected_phase(process, stats, phase.name)]
     table = _phase_table(columns, stats, width, style, height)
-    if (quantity_texts := format_quantities(stats)) and height >= _TALL_HEIGHT:
-        table.append([(truncate(" · ".join(quantity_texts), width), "")])
+    text, line = _text_below_table(screen), screen.state.efficiency.line
+    if text and (height >= _TALL_HEIGHT or (line and height > _NO_NOTES_HEIGHT)):
+        table.append([(truncate(text, width), "")])
     if screen.view.zoom == "batch":
         table.append(_step_count_row(stats, width, style))
     if screen.shown_stall is not None:

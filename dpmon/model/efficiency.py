@@ -1,0 +1,145 @@
+"""How good a training is: its FLOPs per second, and their share of the peak of its GPUs (docs/how-good.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dpmon.model.gpu_peaks import find_peak, short_dtype
+from dpmon.text.formatting import format_flops, format_percent, format_three_digits
+
+if TYPE_CHECKING:
+    from dpmon.model.device_usage import DeviceUsage
+    from dpmon.model.run_process import Process
+    from dpmon.store.step_stats import Rate
+    from dpmon.store.tally import Tally
+
+SERIES = ("flops", "recomputed_flops")
+"""The series of tallies that it comes from."""
+MIN_KNOWN_SHARE, MIN_DTYPE_SHARE = 0.9, 0.01
+"""Smallest share of steps with known FLOPs for a figure; share of the FLOPs below which a dtype is left out."""
+
+
+class Efficiency(NamedTuple):
+    """How good the training of one process is, or of several together; None for unknown values."""
+
+    rate: Rate | None = None
+    flops_per_s: float | None = None
+    """FLOPs of the model per second of elapsed training time, without those that are computed again."""
+    peak_flops_per_s: float | None = None
+    """Dense peak of the GPUs in `dtype`."""
+    reachable_flops_per_s: float | None = None
+    """The peak at the clocks of throttled GPUs."""
+    recomputed_share: float = 0.0
+    """FLOPs that activation checkpointing computes again, divided by those of the model."""
+    dtype: str = ""
+    """The dtypes of the matrix products: "bf16", "bf16 + fp32"."""
+    is_lower_bound: bool = False
+    """Whether there are operators that were not counted."""
+    operator_ns: float = 0.0
+    """Elapsed time of a step, times the number of GPUs, divided by the operators of a step."""
+    reason: str | None = "no step's FLOPs were counted"
+    """Why the FLOPs or the peak are unknown."""
+    ranks: Mapping[int, Efficiency] = {}
+    """The same for each process, if there are several."""
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak (0 to 1) that the FLOPs of the model take."""
+        return self.flops_per_s / self.peak_flops_per_s if self.flops_per_s and self.peak_flops_per_s else None
+
+    @property
+    def hfu(self) -> float | None:
+        """The same with the FLOPs that are computed again."""
+        return None if self.mfu is None else self.mfu * (1 + self.recomputed_share)
+
+    @property
+    def figure(self) -> str:
+        """The MFU, or else the FLOPs per second: "MFU 38%", "≥12.1 GFLOP/s"; empty if unknown."""
+        bound = "≥" * self.is_lower_bound
+        if self.mfu is not None:
+            return f"MFU {bound}{format_percent(self.mfu)}"
+        return "" if self.flops_per_s is None else bound + format_flops(self.flops_per_s)
+
+    @property
+    def line(self) -> str:
+        """All that is known, in one line: "MFU 38% · 412k tokens/s · 0.9 J/sample"; empty if nothing is."""
+        return " · ".join(filter(None, [self.figure]))
+
+    @property
+    def text(self) -> str:
+        """The figure with what it comes from, "MFU 38% (bf16, 376 of 989 TFLOP/s)", or why there is no MFU."""
+        if not (self.flops_per_s and self.peak_flops_per_s and self.reachable_flops_per_s):
+            return "; ".join(filter(None, [self.figure, f"MFU unknown: {self.reason}"]))
+        flops = self.flops_per_s, self.peak_flops_per_s, self.reachable_flops_per_s
+        used, peak, reachable = (format_three_digits(each / 1e12) for each in flops)
+        notes = [self.dtype, f"{used} of {peak} TFLOP/s"]
+        if reachable != peak:
+            notes.append(f"throttled clocks allow {reachable}")
+        if self.recomputed_share:
+            notes.append(f"HFU {format_percent(self.hfu)} with what is computed again")
+        return f"{self.figure} ({', '.join(notes)})"
+
+
+def build_efficiency(
+    training: Iterable[tuple[Process, Tally]],
+    rate: Rate | None,
+    records: Sequence[Mapping[str, Any]],
+    gpus: Sequence[DeviceUsage],
+) -> Efficiency:
+    """Return the efficiency of the processes that train together, from the steps of each and their common rate.
+
+    `records`: the `flops` records of the run. `gpus`: with their samples of the same time.
+    """
+    ranks = {process.process: _efficiency_of(process, tally, rate, records, gpus) for process, tally in training}
+    parts = [*ranks.values()] or [Efficiency(rate)]
+    sums: dict[str, Any] = {}
+    for name in ("flops_per_s", "peak_flops_per_s", "reachable_flops_per_s"):
+        values = [getattr(part, name) for part in parts]
+        sums[name] = None if None in values else sum(values)
+    is_lower_bound, ranks = any(part.is_lower_bound for part in parts), ranks if len(ranks) > 1 else {}
+    first = next((part for part in parts if part.reason is not None), parts[0])
+    return first._replace(**sums, is_lower_bound=is_lower_bound, ranks=ranks)
+
+
+def _efficiency_of(
+    process: Process,
+    tally: Tally,
+    rate: Rate | None,
+    records: Sequence[Mapping[str, Any]],
+    gpus: Sequence[DeviceUsage],
+) -> Efficiency:
+    own = [record for record in records if record["process"] == process.process]
+    counted = [record for record in own if record["flops"] is not None]
+    flops, by_dtype = tally.stat("flops"), sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
+    if rate is None or not by_dtype or not flops.total or flops.count < MIN_KNOWN_SHARE * tally.steps:
+        reason = next((record["reason"] for record in own if record["reason"]), "at most 8 input shapes are counted")
+        share = format_percent(flops.count / max(tally.steps, 1))
+        return Efficiency(rate, reason=f"the FLOPs of {share} of the steps are known: {reason}")
+    shares = {dtype: count / by_dtype.total() for dtype, count in by_dtype.most_common()}
+    shares = {dtype: share for dtype, share in shares.items() if share >= MIN_DTYPE_SHARE}
+    known = Efficiency(
+        rate,
+        flops.total / flops.count * rate.steps_per_s,
+        recomputed_share=tally.stat("recomputed_flops").total / flops.total,
+        dtype=" + ".join(map(short_dtype, shares)),
+        is_lower_bound=any(record["uncounted"] for record in counted),
+        reason="a CPU has no known peak",
+    )
+    names = {(process.process, device) for device in process.devices if not device.startswith("cpu")}
+    used = [gpu for gpu in gpus if names & gpu.ordinals]
+    if len(used) < len(names):
+        return known._replace(reason="a GPU was not sampled, or has MIG instances")
+    peak = reachable = 0.0
+    for gpu in used:
+        gpu_peak, boost_mhz = find_peak(gpu.name, shares)
+        if gpu_peak is None:
+            return known._replace(reason=f"no peak of {gpu.name} in {known.dtype} is known")
+        peak += gpu_peak
+        reachable += gpu_peak * gpu.throttled_share(boost_mhz)
+    if not used:
+        return known
+    operator_ns = len(used) * 1e9 / rate.steps_per_s / mean(record["operators"] for record in counted)
+    return known._replace(peak_flops_per_s=peak, reachable_flops_per_s=reachable, operator_ns=operator_ns, reason=None)

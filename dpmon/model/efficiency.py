@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +13,9 @@ from dpmon.text.formatting import format_flops, format_percent, format_three_dig
 if TYPE_CHECKING:
     from dpmon.model.device_usage import DeviceUsage
     from dpmon.model.run_process import Process
-    from dpmon.store.step_stats import Rate
+    from dpmon.store.step_stats import Rate, StatsWindow
     from dpmon.store.tally import Tally
 
-SERIES = ("flops", "recomputed_flops")
-"""The series of tallies that it comes from."""
 MIN_KNOWN_SHARE, MIN_DTYPE_SHARE = 0.9, 0.01
 """Smallest share of steps with known FLOPs for a figure; share of the FLOPs below which a dtype is left out."""
 
@@ -84,24 +82,28 @@ class Efficiency(NamedTuple):
 
 
 def build_efficiency(
-    training: Iterable[tuple[Process, Tally]],
+    processes: Sequence[Process],
+    window: StatsWindow,
     rate: Rate | None,
-    records: Sequence[Mapping[str, Any]],
+    records: Mapping[int, Sequence[Mapping[str, Any]]],
     gpus: Sequence[DeviceUsage],
 ) -> Efficiency:
-    """Return the efficiency of the processes that train together, from the steps of each and their common rate.
+    """Return the efficiency of processes that train together, in the steps of a window with their mode.
 
-    `records`: the `flops` records of the run. `gpus`: with their samples of the same time.
+    `rate`: their common rate. `records`: the `flops` records of each process. `gpus`: with samples of the same time.
     """
-    ranks = {process.process: _efficiency_of(process, tally, rate, records, gpus) for process, tally in training}
-    parts = [*ranks.values()] or [Efficiency(rate)]
+    ranks = {}
+    for process in processes:
+        tally = window.tally(process.mode, process=process.process)
+        ranks[process.process] = _efficiency_of(process, tally, rate, records.get(process.process, ()), gpus)
+    if len(ranks) == 1:
+        return ranks[processes[0].process]
     sums: dict[str, Any] = {}
     for name in ("flops_per_s", "peak_flops_per_s", "reachable_flops_per_s"):
-        values = [getattr(part, name) for part in parts]
+        values = [getattr(rank, name) for rank in ranks.values()]
         sums[name] = None if None in values else sum(values)
-    is_lower_bound, ranks = any(part.is_lower_bound for part in parts), ranks if len(ranks) > 1 else {}
-    first = next((part for part in parts if part.reason is not None), parts[0])
-    return first._replace(**sums, is_lower_bound=is_lower_bound, ranks=ranks)
+    first = min(ranks.values(), key=lambda rank: rank.reason is None)  # one with a reason, if there is any
+    return first._replace(**sums, is_lower_bound=any(rank.is_lower_bound for rank in ranks.values()), ranks=ranks)
 
 
 def _efficiency_of(
@@ -111,11 +113,12 @@ def _efficiency_of(
     records: Sequence[Mapping[str, Any]],
     gpus: Sequence[DeviceUsage],
 ) -> Efficiency:
-    own = [record for record in records if record["process"] == process.process]
-    counted = [record for record in own if record["flops"] is not None]
+    counted = [record for record in records if record["flops"] is not None]
     flops, by_dtype = tally.stat("flops"), sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
     if rate is None or not by_dtype or not flops.total or flops.count < MIN_KNOWN_SHARE * tally.steps:
-        reason = next((record["reason"] for record in own if record["reason"]), "at most 8 input shapes are counted")
+        reason = next(
+            (record["reason"] for record in records if record["reason"]), "at most 8 input shapes are counted"
+        )
         share = format_percent(flops.count / max(tally.steps, 1))
         return Efficiency(rate, reason=f"the FLOPs of {share} of the steps are known: {reason}")
     shares = {dtype: count / by_dtype.total() for dtype, count in by_dtype.most_common()}

@@ -21,7 +21,7 @@ from dpmon.model.bucket_answers import BucketAnswers
 from dpmon.model.communication import Communication, Wrapper, build_communication
 from dpmon.model.device_memory import DeviceMemory, memory_of_processes
 from dpmon.model.device_usage import DeviceHistory, DeviceSampleCache, DeviceUsage, HostUsage, SampledDevices
-from dpmon.model.efficiency import SERIES, Efficiency, build_efficiency
+from dpmon.model.efficiency import Efficiency, build_efficiency
 from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
@@ -506,7 +506,7 @@ class RunAnalysis(LazyFacts):
         if self.over or focus is None:
             return self.whole_efficiency
         start_s = max(focus.end_s - max(WINDOW_S, 3 * recent.step_ns // SECOND), 0)
-        window = StatsWindow(self.store, start_s, focus.end_s, series=SERIES)
+        window = StatsWindow(self.store, start_s, focus.end_s, series=("flops", "recomputed_flops"))
         return self.read_at_most_every(
             min(len(self.order) // RANKS_A_SECOND, MAX_AGE_S),
             ("efficiency", focus.process, focus.mode, self.order),
@@ -515,12 +515,11 @@ class RunAnalysis(LazyFacts):
 
     def _build_efficiency(self, window: StatsWindow, rate: Rate | None, since_ns: int = 0) -> Efficiency:
         """Return the efficiency in the current mode. `since_ns`: start of the samples of GPUs; 0 for the whole run."""
-        if not self.events.flops:
+        if self.representative is None or not self.events.flops:
             return Efficiency(rate)
         gpus = SampledDevices(self.store, since_ns=since_ns).gpus if since_ns else self.device_usage
-        together = [process for process in (self.representative, *self._other_ranks) if process is not None]
-        steps = [(process, window.tally(process.mode, process=process.process)) for process in together]
-        return build_efficiency(steps, rate, self.events.flops, gpus)
+        processes = [self.representative, *self._other_ranks]
+        return build_efficiency(processes, window, rate, self.events.flops, gpus)
 
     def _read_sampled(self) -> tuple[CollectiveSums, int]:
         focus = self.representative

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dpmon.cli.main import main
 from dpmon.cli.status import read_run_status
 from dpmon.model.efficiency import Efficiency
 from dpmon.model.findings.device_findings import find_small_kernels
@@ -215,6 +216,21 @@ def test_the_reason_is_in_report_and_json_only(state: Path) -> None:
     assert "torch.compile is in use" in members["efficiency"]["absent"]["mfu"]
 
 
+def test_steps_of_more_than_ten_seconds_have_it() -> None:
+    training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=15 * SECOND)
+    rows = [*training.begin(), *with_flops(training.run(8), 100 * FLOPS), flops_event(), *samples(seconds=130)]
+    assert snapshot_of_rows(rows).efficiency.mfu == pytest.approx(100 * FLOPS / 15 / 989e12, rel=0.2)
+
+
+def test_a_comparison_has_a_row(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flops in (("before", FLOPS), ("after", 3 * FLOPS)):
+        rows = training_rows(flops=flops, steps=100)
+        write_run_directory({0: [*rows, flops_event()], -1: samples(seconds=10)}, name=name)
+    assert main(["compare", "before", "after"]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("MFU ")]
+    assert row[1:4] == ["10%", "30%", "3.00×"]
+
+
 # ------------------------------------------------------------------------------------------------ peaks
 
 
@@ -272,7 +288,7 @@ def busy_run(**more: Any) -> RunAnalysis:
         "sm_active": array("d", [21.0] * 60),
         "throttled": Counter(),
     }
-    changes = {name: more.pop(name) for name in [*more] if name in gpu}
+    changes = {name: more.pop(name) for name in [*more] if name in (*gpu, "of_run")}
     efficiency = efficiency._replace(**more)
     return with_changes(HEALTHY_RUN, whole_efficiency=efficiency, device_usage=(device_usage(0, **gpu | changes),))
 
@@ -298,6 +314,7 @@ def test_small_kernels_are_proved_by_the_number_of_operators() -> None:
         {"flops_per_s": 400e12},  # a usual MFU
         {"peak_flops_per_s": None},
         {"is_lower_bound": True},  # the true MFU may be higher
+        {"of_run": False},
     ],
 )
 def test_there_is_no_finding_without_proof(more: Any) -> None:

@@ -231,7 +231,7 @@ def find_small_kernels(run: RunAnalysis) -> Iterator[Finding]:
     is_low = efficiency.mfu is not None and efficiency.mfu <= MAX_LOW_MFU and not efficiency.is_lower_bound
     if not is_low or any(len(gpu.util) < MIN_UTILIZATION_SAMPLES for gpu in gpus):
         return
-    busy_pct = min(gpu.util_median or 0.0 for gpu in gpus)
+    busy_pct = min((gpu.util_median or 0.0 for gpu in gpus), default=0.0)
     active_pcts, operator_ns = [pct for gpu in gpus for pct in gpu.sm_active], efficiency.operator_ns * busy_pct / 100
     if active_pcts and median(active_pcts) < MAX_LOW_SM_ACTIVE_PCT:
         proof = f"{median(active_pcts):.0f}% of the multiprocessors are active (median of {len(active_pcts)} samples)"

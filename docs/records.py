@@ -226,7 +226,8 @@ Times and rates leave evaluation steps out, unless a member says so.
   [epoch](screen.md#progress), without the time left
 {items("epochs[].", members_of(EPOCHS), "an epoch", _EPOCH)}
 - `efficiency.text`, `.mfu`, `.hfu`, `.flops_per_s`, `.peak_flops_per_s`, `.reachable_flops_per_s`, `.dtype`,
-  `.is_lower_bound`, `.absent.*`, `.ranks[].*`: [how good it is](how-good.md), of all ranks together and of each
+  `.is_lower_bound`, `.absent.*`: [how good it is](how-good.md), of all ranks together
+- `efficiency.ranks[].process`, `.flops_per_s`: that of each
 - `losses[].process`, `.place`, `.loss`, `.smoothed`, `.step`, `.t_s`, `.absent.*`: the newest
   [loss](tracing.md#losses) at a line that calls backward
 - `losses[].points[].t_s`, `.values`, `.low`, `.mean`, `.high`, `.unfit`: a part of the run: numbers of finite and other

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from dpmon.model.device_usage import DeviceUsage
     from dpmon.model.run_process import Process
     from dpmon.store.step_stats import Rate, StatsWindow
-    from dpmon.store.tally import Tally
 
 MIN_KNOWN_SHARE, MIN_DTYPE_SHARE = 0.9, 0.01
 """Smallest share of steps with known FLOPs for a figure; share of the FLOPs below which a dtype is left out."""
@@ -37,11 +36,11 @@ class Efficiency(NamedTuple):
     is_lower_bound: bool = False
     """Whether there are operators that were not counted."""
     operator_ns: float = 0.0
-    """Elapsed time of a step, times the number of GPUs, divided by the operators of a step."""
+    """Elapsed time of a step on all GPUs together, divided by the operators in it."""
     reason: str | None = "no step's FLOPs were counted"
     """Why the FLOPs or the peak are unknown."""
-    ranks: Mapping[int, Efficiency] = {}
-    """The same for each process, if there are several."""
+    ranks: Mapping[int, float] = {}
+    """The FLOPs per second of each process."""
 
     @property
     def mfu(self) -> float | None:
@@ -85,55 +84,38 @@ def build_efficiency(
     processes: Sequence[Process],
     window: StatsWindow,
     rate: Rate | None,
-    records: Mapping[int, Sequence[Mapping[str, Any]]],
+    records: Sequence[Mapping[str, Any]],
     gpus: Sequence[DeviceUsage],
 ) -> Efficiency:
     """Return the efficiency of processes that train together, in the steps of a window with their mode.
 
-    `rate`: their common rate. `records`: the `flops` records of each process. `gpus`: with samples of the same time.
+    `rate`: their common rate. `records`: the `flops` records of the run. `gpus`: with samples of the same time.
     """
-    ranks = {}
-    for process in processes:
-        tally = window.tally(process.mode, process=process.process)
-        ranks[process.process] = _efficiency_of(process, tally, rate, records.get(process.process, ()), gpus)
-    if len(ranks) == 1:
-        return ranks[processes[0].process]
-    sums: dict[str, Any] = {}
-    for name in ("flops_per_s", "peak_flops_per_s", "reachable_flops_per_s"):
-        values = [getattr(rank, name) for rank in ranks.values()]
-        sums[name] = None if None in values else sum(values)
-    first = min(ranks.values(), key=lambda rank: rank.reason is None)  # one with a reason, if there is any
-    return first._replace(**sums, is_lower_bound=any(rank.is_lower_bound for rank in ranks.values()), ranks=ranks)
-
-
-def _efficiency_of(
-    process: Process,
-    tally: Tally,
-    rate: Rate | None,
-    records: Sequence[Mapping[str, Any]],
-    gpus: Sequence[DeviceUsage],
-) -> Efficiency:
-    counted = [record for record in records if record["flops"] is not None]
-    flops, by_dtype = tally.stat("flops"), sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
-    if rate is None or not by_dtype or not flops.total or flops.count < MIN_KNOWN_SHARE * tally.steps:
-        reason = next(
-            (record["reason"] for record in records if record["reason"]), "at most 8 input shapes are counted"
-        )
-        share = format_percent(flops.count / max(tally.steps, 1))
-        return Efficiency(rate, reason=f"the FLOPs of {share} of the steps are known: {reason}")
+    tallies = {process.process: window.tally(process.mode, process=process.process) for process in processes}
+    flops = {process: tally.stat("flops") for process, tally in tallies.items()}
+    own = [record for record in records if record["process"] in tallies]
+    counted = [record for record in own if record["flops"]]
+    known_share = min(flops[process].count / max(tally.steps, 1) for process, tally in tallies.items())
+    if rate is None or not counted or known_share < MIN_KNOWN_SHARE:
+        reason = next((record["reason"] for record in own if record["reason"]), "at most 8 input shapes are counted")
+        return Efficiency(rate, reason=f"the FLOPs of {format_percent(known_share)} of the steps are known: {reason}")
+    by_dtype = sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
     shares = {dtype: count / by_dtype.total() for dtype, count in by_dtype.most_common()}
     shares = {dtype: share for dtype, share in shares.items() if share >= MIN_DTYPE_SHARE}
+    ranks = {process: (stats.mean or 0.0) * rate.steps_per_s for process, stats in flops.items()}
+    recomputed = sum(tally.stat("recomputed_flops").total for tally in tallies.values())
     known = Efficiency(
         rate,
-        flops.total / flops.count * rate.steps_per_s,
-        recomputed_share=tally.stat("recomputed_flops").total / flops.total,
+        sum(ranks.values()),
+        recomputed_share=recomputed / sum(stats.total for stats in flops.values()),
         dtype=" + ".join(map(short_dtype, shares)),
         is_lower_bound=any(record["uncounted"] for record in counted),
         reason="a CPU has no known peak",
+        ranks=ranks,
     )
-    names = {(process.process, device) for device in process.devices if not device.startswith("cpu")}
+    names = {(each.process, device) for each in processes for device in each.devices if not device.startswith("cpu")}
     used = [gpu for gpu in gpus if names & gpu.ordinals]
-    if len(used) < len(names):
+    if names.difference(*(gpu.ordinals for gpu in used)):
         return known._replace(reason="a GPU was not sampled, or has MIG instances")
     peak = reachable = 0.0
     for gpu in used:
@@ -144,5 +126,6 @@ def _efficiency_of(
         reachable += gpu_peak * gpu.throttled_share(boost_mhz)
     if not used:
         return known
-    operator_ns = len(used) * 1e9 / rate.steps_per_s / mean(record["operators"] for record in counted)
+    operators = mean(record["operators"] for record in counted) * len(processes)
+    operator_ns = len(used) * 1e9 / rate.steps_per_s / operators
     return known._replace(peak_flops_per_s=peak, reachable_flops_per_s=reachable, operator_ns=operator_ns, reason=None)

@@ -123,8 +123,8 @@ class RunEvents:
     """Waits for a line of input: process (None: one that does not train), start, end."""
     warning_count: int = 0
     """Number of all warnings."""
-    flops: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """The `flops` records of each process."""
+    flops: tuple[Mapping[str, Any], ...] = ()
+    """The `flops` records."""
 
     @classmethod
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
@@ -136,9 +136,6 @@ class RunEvents:
         of_ranks = _OF_RANK * len(store.ranks)
 
         info = {record["process"]: _from_record(ProcessInfo, record) for record in data("process", -1)}
-        flops: dict[int, list[Mapping[str, Any]]] = {}
-        for record in data("flops", -1):
-            flops.setdefault(record["process"], []).append(record)
         warnings = tuple(_from_record(WarningRecord, record) for record in data("warning", TEXTS_READ))
         warning_count = count_events(store, "warning")
         if store.unread_warning is not None:
@@ -159,7 +156,7 @@ class RunEvents:
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
             warning_count,
-            flops,
+            tuple(data("flops", -1)),
         )
 
     @property

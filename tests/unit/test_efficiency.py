@@ -66,7 +66,7 @@ def test_mfu_is_flops_by_elapsed_time_and_the_peak_of_the_gpu() -> None:
     assert efficiency.peak_flops_per_s == efficiency.reachable_flops_per_s == 989e12
     assert efficiency.mfu == efficiency.hfu == pytest.approx(FLOPS * rate.steps_per_s / 989e12)
     assert efficiency.reason is None
-    assert efficiency.ranks == {}
+    assert efficiency.ranks == {0: efficiency.flops_per_s}
     whole = run.whole_efficiency
     assert whole.mfu == pytest.approx(efficiency.mfu, rel=0.1)
 
@@ -186,9 +186,16 @@ def test_ranks_have_their_own_figures_and_a_sum() -> None:
     efficiency = run.efficiency
     assert [*efficiency.ranks] == [0, 1], devices
     first, second = efficiency.ranks.values()
-    assert first.flops_per_s is not None
-    assert second.flops_per_s == pytest.approx(first.flops_per_s / 2)
-    assert efficiency.flops_per_s == pytest.approx(1.5 * first.flops_per_s)
+    assert second == pytest.approx(first / 2)
+    assert efficiency.flops_per_s == pytest.approx(first + second)
+    assert efficiency.peak_flops_per_s == 2 * 989e12
+
+
+def test_a_gpu_that_ranks_share_counts_once() -> None:
+    rows = rank_rows()
+    ordinals = [{"process": rank, "device": f"cuda:{rank}"} for rank in range(2)]
+    rows[-1] = [device_event(float(second), 0, name=H100, ordinals=ordinals) for second in range(10)]
+    assert snapshot_of_rows(rows).efficiency.peak_flops_per_s == 989e12
 
 
 def test_report_status_and_json_have_it(state: Path) -> None:

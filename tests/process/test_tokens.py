@@ -1,0 +1,49 @@
+"""The tokens of each step are those that the script counts itself, and other models have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmon.record.schema import EVALUATION, TRAINING
+from support.tracer_harness import TracedScript, traced_script_text
+
+WITHOUT_TOKENS = ("images", "graph", "recommender")
+Counts = list[int | None]
+
+
+def count_tokens(place: Path, *words: str, **how: Any) -> tuple[dict[str, list[int]], Counts, Counts]:
+    """Return what the script counted, and the recorded tokens of its training steps and its evaluations."""
+    run = TracedScript(place, traced_script_text("tokens"), *words, **how).end()
+    assert not run.complaints
+    trained, evaluated = (
+        [step.quantity("tokens") for step in run.steps() if step.kind == kind] for kind in (TRAINING, EVALUATION)
+    )
+    return run.printed, trained, evaluated
+
+
+@pytest.mark.parametrize("way", ["gpt", "hugging_face", "encoder_decoder", "unpadded", *WITHOUT_TOKENS])
+def test_the_tokens_are_those_of_the_script(tmp_path: Path, way: str) -> None:
+    own, trained, evaluated = count_tokens(tmp_path, way)
+    assert trained == own["trained"]
+    assert evaluated == own["evaluated"]
+
+
+def test_tokens_of_micro_batches_add_up(tmp_path: Path) -> None:
+    own, trained, _ = count_tokens(tmp_path, "gpt", "accumulated")
+    assert trained == own["trained"]
+
+
+def test_a_call_of_several_replicas_has_the_tokens_of_the_whole_batch(tmp_path: Path) -> None:
+    own, trained, _ = count_tokens(tmp_path, "in_dp", mode="dp", replicas=2)
+    assert trained == own["trained"]
+
+
+@pytest.mark.parametrize("way", ["masked", "masked_in_a_batch"])
+def test_padding_is_no_token(tmp_path: Path, way: str) -> None:
+    """The masks of the first 64 steps and of one per second are counted."""
+    own, trained, _ = count_tokens(tmp_path, way)
+    assert len(trained) == 250
+    assert sum(count or 0 for count in trained) == pytest.approx(sum(own["trained"]), rel=0.02)

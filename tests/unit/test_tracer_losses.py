@@ -69,6 +69,21 @@ def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) 
     assert read == [0.5, 1.5, 1.5, 0.5]
 
 
+def test_masks_on_a_gpu_are_counted_there_and_read_once_they_have_arrived(losses: LossTracer) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).as_subclass(OnGpu)
+    read: list[float] = []
+    with torch._C.DisableTorchFunction():
+        assert losses._read([mask], read.append, torch.count_nonzero)
+    assert not read, "nothing waits for the GPU"
+    pending = losses._pending_copy
+    assert pending is not None
+    losses.poll(0)
+    assert losses._recorder.on_inputs is not None
+    losses._recorder.on_inputs((), {})  # the next call reads it, even if it has no mask
+    assert read == [3]
+    assert losses._pending_copy is None
+
+
 def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTracer) -> None:
     seen: list[Any] = []
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dpmon.record.schema import EVALUATION, TRAINING
+from support.baseline_comparison import run_unless_aborted
+from support.run_harness import Dpmon
 from support.tracer_harness import TracedScript, traced_script_text
 
+TOKEN_RANKS = Path(__file__).resolve().parent / "scripts" / "token_ranks.py"
 WITHOUT_TOKENS = ("images", "graph", "recommender")
 Counts = list[int | None]
 
@@ -47,3 +51,16 @@ def test_padding_is_no_token(tmp_path: Path, way: str) -> None:
     own, trained, _ = count_tokens(tmp_path, way)
     assert len(trained) == 250
     assert sum(count or 0 for count in trained) == pytest.approx(sum(own["trained"]), rel=0.02)
+
+
+def test_tokens_of_ranks_add_up(dpmon: Dpmon, tmp_path: Path) -> None:
+    """Ranks with 4 x 8 and 4 x 16 tokens per step."""
+    result = run_unless_aborted(
+        lambda number: dpmon.run("--headless", TOKEN_RANKS, tmp_path / f"store-{number}"), lambda ended: ended.errors
+    )
+    assert result.status == 0, result.errors
+    report = json.loads(dpmon.run("report", "--json").out)
+    (mode,) = report["modes"]
+    assert mode["tokens_per_s"] == pytest.approx(96 * mode["steps_per_s"])
+    assert [rank["tokens_per_s"] / rank["steps_per_s"] for rank in report["ranks"]] == pytest.approx([32, 64])
+    assert "tokens/s" in result.errors

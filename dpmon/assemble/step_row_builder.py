@@ -192,7 +192,8 @@ class StepRowBuilder:
         if layout is not None:
             module, sizes = layout.module, self.definitions.sizes.get(inputs, ())
             rows = count_rows(sizes, layout.dim)
-            tokens = count_tokens(sizes, self.definitions.sizes.get(call.outputs, ()))
+            is_lookup = layout.root.partition(" ")[0] == "Embedding"  # its integers may be categorical features
+            tokens = 0 if is_lookup else count_tokens(sizes, self.definitions.sizes.get(call.outputs, ()))
             if self._masks and any(size.path.endswith("attention_mask") for size in sizes):
                 nonzero, elements = self._masks.get(flags & Flag.GRAD) or next(iter(self._masks.values()))
                 tokens = round(tokens * nonzero / elements)

@@ -11,21 +11,25 @@ import pytest
 from dpmon.record.schema import EVALUATION, TRAINING
 from support.baseline_comparison import run_unless_aborted
 from support.run_harness import Dpmon
-from support.tracer_harness import TracedScript, traced_script_text
+from support.tracer_harness import TracedRun, TracedScript, traced_script_text
 
 TOKEN_RANKS = Path(__file__).resolve().parent / "scripts" / "token_ranks.py"
-WITHOUT_TOKENS = ("images", "graph", "recommender")
+WITHOUT_TOKENS = ("images", "graph", "recommender", "features_of_lookups")
 Counts = list[int | None]
+
+
+def run(place: Path, *words: str, **how: Any) -> TracedRun:
+    return TracedScript(place, traced_script_text("tokens"), *words, **how).end()
 
 
 def count_tokens(place: Path, *words: str, **how: Any) -> tuple[dict[str, list[int]], Counts, Counts]:
     """Return what the script counted, and the recorded tokens of its training steps and its evaluations."""
-    run = TracedScript(place, traced_script_text("tokens"), *words, **how).end()
-    assert not run.complaints
+    traced = run(place, *words, **how)
+    assert not traced.complaints
     trained, evaluated = (
-        [step.quantity("tokens") for step in run.steps() if step.kind == kind] for kind in (TRAINING, EVALUATION)
+        [step.quantity("tokens") for step in traced.steps() if step.kind == kind] for kind in (TRAINING, EVALUATION)
     )
-    return run.printed, trained, evaluated
+    return traced.printed, trained, evaluated
 
 
 @pytest.mark.parametrize("way", ["gpt", "hugging_face", "encoder_decoder", "unpadded", *WITHOUT_TOKENS])
@@ -51,6 +55,11 @@ def test_padding_is_no_token(tmp_path: Path, way: str) -> None:
     own, trained, _ = count_tokens(tmp_path, way)
     assert len(trained) == 250
     assert sum(count or 0 for count in trained) == pytest.approx(sum(own["trained"]), rel=0.02)
+
+
+def test_counting_masks_changes_nothing(tmp_path: Path) -> None:
+    """Neither weights nor random numbers, nor what a mode of the script sees."""
+    assert run(tmp_path, "masked").printed == run(tmp_path, "masked", run=False).printed
 
 
 def test_tokens_of_ranks_add_up(dpmon: Dpmon, tmp_path: Path) -> None:

@@ -191,8 +191,8 @@ without a meaning below is what its name says, is a field of a record, or is one
 - `steps`, `calls`: their number; of ranks, the steps of one and the calls of all
 - `updates`: optimizer updates in these steps
 - `open_calls`: calls in processes without a step so far: the end of a step is not known yet
-- `steps_per_s`, `samples_per_s`: over the elapsed training time, steps of the slowest rank and samples of all; with
-  `_within_steps` without the time between steps
+- `steps_per_s`, `samples_per_s`, `tokens_per_s`: over the elapsed training time, steps of the slowest rank, and samples
+  and [tokens](tracing.md#tokens) of all; with `_within_steps` without the time between steps
 - `uncounted_steps`: steps without a sample count: for them, rates take the mean of the others
 - `p95_ms`: the 95th percentile
 - `device_median_ms`, `device_count`, `device_calls`: the median on the slowest device, and how often it is known
@@ -291,7 +291,8 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `figures.*.unit`: `ms`, `bytes`, `share` or `/s`
 - `figures.*.a[]`, `.b[]`: the value of each run: mean time per step or sample (`step`), its part in a phase, in a
   phase on the slowest device (`*_device`), or `between` steps; `median_step`, `fast_step`, `cpu_step`;
-  `samples_per_s`, `steps_per_s`, `mfu`, `flops_per_s`, `memory` (torch's peak), `host_memory`, `exposed`, `wait`,
+  `samples_per_s`, `tokens_per_s`, `steps_per_s`, `mfu`, `flops_per_s`, `memory` (torch's peak), `host_memory`,
+  `exposed`, `wait`,
   `evaluation_step`, `evaluation` (total), `startup`
 - `figures.*.ratio`, `.low`, `.high`: `b` divided by `a`, and its 95% interval
 - `figures.*.least`, `.most`: one-sided 95% bounds, which limits use
@@ -353,7 +354,8 @@ An object per line. `kind` is `status`; `message`, with a `text` of dpmon; or, i
 - `process`, `rank`: the process of the members below, except the rates
 - `step`, `step_kind`, `mode`, `virtual`: its last training step; without training, its last step
 - `steps`, `updates`: its training steps so far
-- `steps_per_s`, `samples_per_s`, `steps_per_s_within_steps`, `samples_per_s_within_steps`, `uncounted_steps`
+- `steps_per_s`, `samples_per_s`, `tokens_per_s`, `steps_per_s_within_steps`, `samples_per_s_within_steps`,
+  `uncounted_steps`
 - `step_ms.median_ms`, `.p95_ms`: over the last two minutes of training steps in this mode
 - `phases.*.share`, `.median_ms`, `.p95_ms`, `.device_median_ms`: of the same steps
 - `call_phases.*.share`, `.median_ms`, `.p95_ms`, `.device_median_ms`: of their calls, within the forward

@@ -28,7 +28,7 @@ _CUT_OFF_WARNING = (
     "the process ended before it had finished a step of its loop. dpmon guessed where its steps end. The last step is"
     " incomplete"
 )
-_OUTSIDE_BLOCKS = (Kind.DEVICE_TIME, Kind.COLLECTIVE, Kind.LOSS)
+_OUTSIDE_BLOCKS = (Kind.DEVICE_TIME, Kind.COLLECTIVE, Kind.LOSS, Kind.MASK)
 _NESTED_KINDS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 
 
@@ -167,6 +167,8 @@ class Assembler:
             if kind == Kind.DEVICE_TIME:
                 self._rows.add_device_time(span)
                 self._row_builder.sampling.count_device_time()
+            elif kind == Kind.MASK:
+                self._row_builder.add_mask(span)
             elif not self._collectives.add_span(span):
                 self._dropped += 1
             return

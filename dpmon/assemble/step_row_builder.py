@@ -11,9 +11,9 @@ from dpmon.assemble.device_times import PendingTimes, RowQueue, TimingIntervalCo
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, PRIMITIVES, Block, BlockContents
 from dpmon.assemble.sampled_collectives import SampledCollectives
-from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
+from dpmon.assemble.step_totals import MAX_TIMED, BatchCounts, StepTotals
 from dpmon.record.history_rows import Definitions, Layout
-from dpmon.record.record_types import MAX_SPANS, CallRow, count_rows, mode_of
+from dpmon.record.record_types import MAX_SPANS, CallRow, count_rows, count_tokens, mode_of
 from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
@@ -21,6 +21,7 @@ from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 Item: TypeAlias = "Block | QueuedEvent"
 _NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
 _NO_SPANS: Sequence[Span] = ()
+_MASK_DECAY = 0.98  # the weight of earlier masks after each further one: about the newest 50 count
 _MAX_EDGE_GAP_NS = 1_000_000
 """Longest time between a measurement at the edge of a step and that edge."""
 
@@ -43,6 +44,8 @@ class StepRowBuilder:
         """Events that wait for the next call."""
         self.dropped = 0
         self.sampling = TimingIntervalController()
+        self._masks: dict[int, tuple[float, float]] = {}
+        """By Flag.GRAD of their calls: decayed sums of the nonzero values, and of all values, of attention masks."""
         self._totals = StepTotals()
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
 
@@ -184,24 +187,32 @@ class StepRowBuilder:
             self._count_call(span, layout, inputs)
 
     def _count_call(self, call: Span, layout: Layout | None, inputs: int) -> None:
-        """Count the rows of a call on the training thread. `inputs`: the definition of the sizes of its batch."""
-        totals, flags, module, rows = self._totals, call.flags, -1 - call.site, None
+        """Count the rows and tokens of a call on the training thread. `inputs`: the definition of its batch's sizes."""
+        totals, flags, module, counts = self._totals, call.flags, -1 - call.site, BatchCounts()
         if layout is not None:
-            module, rows = layout.module, count_rows(self.definitions.sizes.get(inputs), layout.dim)
-        if rows is None:
-            rows = -1
+            module, sizes = layout.module, self.definitions.sizes.get(inputs, ())
+            rows = count_rows(sizes, layout.dim)
+            is_lookup = layout.root.partition(" ")[0] == "Embedding"  # its integers may be categorical features
+            tokens = 0 if is_lookup else count_tokens(sizes, self.definitions.sizes.get(call.outputs, ()))
+            if self._masks and any(size.path.endswith("attention_mask") for size in sizes):
+                nonzero, elements = self._masks.get(flags & Flag.GRAD) or next(iter(self._masks.values()))
+                tokens = round(tokens * nonzero / elements)
+            counts = BatchCounts(-1 if rows is None else rows, tokens)
         if not totals.mode:
             totals.mode = mode_of(flags)
         totals.failed = bool(flags & Flag.FAILED)
         if not flags & Flag.GRAD:  # an evaluation, or a GAN's generator that makes samples for its discriminator
-            totals.evaluated_rows = max(totals.evaluated_rows, rows)
+            totals.evaluated = totals.evaluated.largest(counts)
             return
         totals.batch_models |= {module}
-        if rows > totals.batch_rows:
-            totals.batch_rows = rows
-        if rows > totals.learned_rows:
-            totals.learned_rows = rows
+        totals.batch, totals.learned = totals.batch.largest(counts), totals.learned.largest(counts)
         totals.learns = True
+
+    def add_mask(self, mask: Span) -> None:
+        """Add an attention mask. As much of later calls with a mask as in the newest masks is padding, and no token."""
+        learns = mask.flags & Flag.GRAD
+        nonzero, elements = self._masks.get(learns, (0.0, 0.0))
+        self._masks[learns] = nonzero * _MASK_DECAY + mask.inputs, elements * _MASK_DECAY + mask.outputs
 
     # ------------------------------------------------------------------------------------------ events
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import add
+from typing import NamedTuple
 
 from dpmon.assemble.device_times import PendingStep, PendingTimes, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
@@ -16,14 +18,25 @@ MAX_TIMED = 4096
 """A step with device times of more spans than this gets no device times."""
 
 
+class BatchCounts(NamedTuple):
+    """The rows (-1: unknown) and tokens (0: none, or unknown) of calls."""
+
+    samples: int = -1
+    tokens: int = 0
+
+    def largest(self, other: BatchCounts) -> BatchCounts:
+        """Return the larger of each count."""
+        return BatchCounts(*map(max, self, other))
+
+
 class StepTotals(PhaseSums):
     """The calls and the sums of one step."""
 
     number = 0
     """Its number; 0: it is no step of a loop."""
     kind = TRAINING
-    learned_rows = evaluated_rows = -1
-    """Rows of the calls that train or record gradients, and rows of the other calls; -1 while unknown."""
+    learned = evaluated = BatchCounts()
+    """Counts of the calls that train or record gradients, and of the other calls."""
     mode = ""
     learns = False
     """Whether a call trains or records gradients."""
@@ -33,13 +46,13 @@ class StepTotals(PhaseSums):
     """Number of backward passes so far."""
     batch_models: frozenset[int] = frozenset()
     """Modules of the calls that recorded gradients since the last backward pass."""
-    batch_rows = 0
-    """Rows of the largest of these calls."""
+    batch = BatchCounts(0)
+    """Counts of the largest of these calls."""
     first_models: frozenset[int] = frozenset()
     """`batch_models` before the first backward pass."""
-    batches = sum_of_rows = 0
-    """Number of backward passes after such calls, and the sum of their `batch_rows`. The number is -1 if one pass
-    followed calls of other models or an optimizer step."""
+    batches, sums = 0, BatchCounts(0)
+    """Number of backward passes after such calls, and the sums of their `batch`. The number is -1 if one pass followed
+    calls of other models or an optimizer step."""
     stepped = False
     """Whether an optimizer has stepped."""
 
@@ -74,25 +87,27 @@ class StepTotals(PhaseSums):
         self.first_models = self.first_models or models
         is_same = models == self.first_models and not self.stepped
         self.batches = self.batches + 1 if self.batches >= 0 and is_same else -1
-        self.sum_of_rows += self.batch_rows
-        self.batch_models, self.batch_rows = frozenset(), 0
+        self.sums = BatchCounts(*map(add, self.sums, self.batch))
+        self.batch_models, self.batch = frozenset(), BatchCounts(0)
 
     def build_row(self, start_ns: int, wall_ns: int, batches: Batches | None) -> Step | PendingStep:
         """Return the row of the step. `batches`: the batches that it fetched."""
-        samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
+        counts = self.learned if self.learned.samples >= 0 else self.evaluated
         # The backward passes divide a step into micro-batches, unless it fetched a single batch. In a GAN they do not,
         # because passes through the discriminator alone alternate with passes through both models.
-        if self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
+        if self.batches > 1 and self.batch_models <= self.first_models and counts.samples >= 0:
             occurrences = [phase for phase, _, _ in self.spans]
             if occurrences.count(DATA) != 1:
-                samples = self.sum_of_rows
+                counts = self.sums
         spans = [(phase, span_start - start_ns, ns) for phase, span_start, ns in self.spans]
         if self.optimizer_steps:
             self.counts["updates"] = max(self.optimizer_steps.values())
+        if counts.tokens:
+            self.counts["tokens"] = counts.tokens
         times = self.times
         phases = {name: times[index] for name, index in _IN_ORDER if times[index] >= 0}
         phases["other"] = max(0, wall_ns - sum(phases.values()))
-        known_samples = samples if samples >= 0 else None
+        known_samples = counts.samples if counts.samples >= 0 else None
         values = self.number, self.mode, start_ns, wall_ns, known_samples, phases, self.counts, spans
         row = Step(0, None, *values, self.missing_spans, batches=batches, kind=self.kind, calls=self.calls)
         pending = None

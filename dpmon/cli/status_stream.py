@@ -207,10 +207,9 @@ def _progress_members(
         absent.update(dict.fromkeys(names, text))
         return dict.fromkeys(names), absent
     throughput = throughput_of(process, run, now_ns, since_ns)
-    if throughput.reason is not None:
-        absent.update(dict.fromkeys(_RATES, throughput.reason))
-    elif throughput.samples_per_s is None:
-        absent.update(dict.fromkeys(_RATES[1::2], "the steps have no sample count"))
+    rates = rate_to_json(throughput.rate)
+    absent_reason = throughput.reason or "most steps have no such count"
+    absent.update(dict.fromkeys((name for name in rates if rates[name] is None), absent_reason))
     range_stats = process.ranged
     stats = None
     if range_stats.steps and range_stats.mode == process.mode and range_stats.kind == run.main_kind:
@@ -228,7 +227,7 @@ def _progress_members(
         "step_kind": process.last_step.step_kind,
         "steps": process.trained[0],
         "updates": process.trained[1],
-        **rate_to_json(throughput.rate),
+        **rates,
         "mode": process.mode or None,
         "virtual": process.virtual,
         "step_ms": None if stats is None else fields_of(stats, "median_ns", "p95_ns"),
@@ -310,7 +309,8 @@ def step_line(members: dict[str, Any]) -> str:
     else:
         rate = Rate(*(members[name] for name in _RATES))
         texts.append(f"{format_compact(rate.steps_per_s)} steps/s")
-        texts += [] if rate.samples_per_s is None else [f"{format_compact(rate.samples_per_s)} samples/s"]
+        for per_s, unit in ((rate.samples_per_s, "samples/s"), (rate.tokens_per_s, "tokens/s")):
+            texts += [] if per_s is None else [f"{format_compact(per_s)} {unit}"]
         texts[-1] += format_rate_note(rate)
     if members["rank"] is None or members["mode"] == "dp":
         is_virtual = members["virtual"] and members["mode"] == "dp"

@@ -108,6 +108,7 @@ means. 1 in 20 steps is faster than the fast step, which other work on the machi
 value per run."""
 RUN_METRICS = (
     Metric("samples_per_s", "samples/s", "/s"),
+    Metric("tokens_per_s", "tokens/s", "/s"),
     Metric("steps_per_s", "steps/s", "/s"),
     Metric("mfu", "MFU", "share"),
     Metric("flops_per_s", "FLOP/s", "/s"),
@@ -277,6 +278,7 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     evaluations = [stats for stats in run.other_modes if (stats.mode, stats.kind) == (mode, EVALUATION)]
     values = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
+        "tokens_per_s": None if rate is None else rate.tokens_per_s,
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
         "mfu": run.whole_efficiency.mfu,
         "flops_per_s": run.whole_efficiency.flops_per_s,

@@ -24,6 +24,7 @@ WINDOW_S = 10
 MAX_RATES = 128
 """Most ranks, besides the representative one, whose rates are read; other ranks count as the mean of these."""
 _GOLDEN_RATIO = 0.6180339887
+_SERIES = (STEP, "samples", "tokens")
 _NO_STEP = "no step has finished yet"
 _Item = TypeVar("_Item")
 
@@ -59,16 +60,6 @@ class Throughput(NamedTuple):
 
     rate: Rate | None
     reason: str | None
-
-    @property
-    def steps_per_s(self) -> float | None:
-        """Steps per second of elapsed training time."""
-        return None if self.rate is None else self.rate.steps_per_s
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples per second of elapsed training time."""
-        return None if self.rate is None else self.rate.samples_per_s
 
 
 def sample_unevenly(items: Sequence[_Item], limit: int) -> Sequence[_Item]:
@@ -113,7 +104,7 @@ def _last_ten_seconds(
     Tallies have whole seconds, so the end of the last step in the first second is the start.
     """
     seconds: dict[int, list[tuple[int, Tally]]] = {process: [] for process in processes}
-    rows = read_tally_rows(store, start_s, end_s, process=processes, widest=1, series=(STEP, "samples"), sketches=False)
+    rows = read_tally_rows(store, start_s, end_s, process=processes, widest=1, series=_SERIES, sketches=False)
     for _, _, key, tally in rows:
         if step_kind(key.kind) != store.main_kind:
             continue
@@ -138,8 +129,9 @@ def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> Recent
     tallies = []
     for step in newest:
         if step.mode == mode:
-            samples = SeriesStats() if step.samples is None else SeriesStats(1, step.samples)
-            end_ns, stats = step.start_ns + step.wall_ns, {STEP: SeriesStats(1, step.wall_ns), "samples": samples}
+            end_ns = step.start_ns + step.wall_ns
+            values = {STEP: step.wall_ns, "samples": step.samples, **step.quantities}
+            stats = {name: SeriesStats(1, value) for name, value in values.items() if value is not None}
             tallies.append((end_ns, Tally(1, first_ns=step.start_ns, last_ns=end_ns, stats=stats)))
     start_s = newest[-1].start_ns // SECOND if newest else end_s
     start_ns = tallies[-1][0] if tallies else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import SPAN_PHASES, STEP_KINDS, SYNC_NUMBER, TRAINING
@@ -415,6 +416,18 @@ def count_rows(sizes: Sequence[Size] | None, dim: int) -> int | None:
         if -len(size.shape) <= dim < len(size.shape):
             return size.shape[dim]
     return None
+
+
+def count_tokens(inputs: Sequence[Size], outputs: Sequence[Size]) -> int:
+    """Return the number of elements of the input of a call that has tokens; 0 if there is none.
+
+    It is an integer tensor [batch, sequence] named input_ids, or else one to which an output [batch, sequence, ...] of
+    floating-point numbers belongs. So edge indices [2, edges] and categorical features are no tokens.
+    """
+    tables = [size for size in inputs if len(size.shape) == 2 and size.dtype in ("int64", "int32")]
+    shapes = {size.shape[:2] for size in outputs if len(size.shape) > 2 and "float" in size.dtype}
+    named = [size.shape for size in tables if size.path.split(".")[-1] == "input_ids"]
+    return prod(next(iter(named + [size.shape for size in tables if size.shape in shapes and size.shape[1] > 1]), (0,)))
 
 
 def untimed_text(reason_number: int) -> str:

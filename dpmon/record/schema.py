@@ -139,6 +139,14 @@ QUANTITIES = (
         listed_elsewhere=True,
     ),
     Quantity(
+        "tokens",
+        unit="tokens",
+        meaning="elements of input_ids, or of a like input; with an attention_mask, an estimate without padding",
+        metric="tokens_total",
+        absent="no call of this step had tokens",
+        absent_is_zero=True,
+    ),
+    Quantity(
         "updates",
         unit="updates",
         meaning="optimizer updates: the steps of the optimizer that stepped most often",

@@ -13,6 +13,7 @@ from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.text.fact_table import BYTES, COUNT, LONG_DURATION, NUMBER, SHARE, TEXT, FactColumn, FactTable, Form, ms
 from dpmon.text.formatting import (
     format_bytes_of_total,
+    format_compact,
     format_count,
     format_duration,
     format_elapsed,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _ON_DEVICE, _FLOW = "on device", "received -> returned"
 _DEVICE_MS = "device_median_ms"
-_RATE = Form(format_samples_per_s)
+_RATE, _COMPACT = Form(format_samples_per_s), Form(format_compact)
 _WAIT = Form(lambda ns: format_duration(ns) if ns else "0", ms)
 _LOSS = Form(format_loss)
 _YES_NO = Form(lambda is_so: "yes" if is_so else "no")
@@ -88,6 +89,7 @@ def mode_table(run: RunAnalysis) -> FactTable[StepStats]:
             FactColumn("median", lambda stats: stats.median_ns, member="median_ms"),
             FactColumn("p95", lambda stats: stats.p95_ns, member="p95_ms"),
             FactColumn("samples/s", lambda stats: stats.rate, _RATE),
+            FactColumn("tokens/s", lambda stats: stats.rate and stats.rate.tokens_per_s, _COMPACT, is_optional=True),
         ),
         ("virtual", "process"),
     )
@@ -146,6 +148,7 @@ RANKS: FactTable[RankSummary] = FactTable(
         FactColumn("calls", lambda rank: rank.calls, COUNT),
         FactColumn("step", lambda rank: rank.median_ns),
         FactColumn("samples/s", lambda rank: rank.rate, _RATE),
+        FactColumn("tokens/s", lambda rank: rank.rate and rank.rate.tokens_per_s, _COMPACT, is_optional=True),
         FactColumn(
             f"forward {_ON_DEVICE}",
             lambda rank: rank.forward_ns,

@@ -1,10 +1,10 @@
 """Defines all statistics of a mode's steps in one place: medians, tails, means, shares and rates. Pure.
 
-A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
-step to the end of the last one, without pauses, evaluations, stalls and input waits (dpmon.store.time_accounting). The
-time between two steps counts, for example to start workers, write a checkpoint or log an epoch, and so do evaluations
-before nearly every update, which generate its data. Statistics exclude steps in which the run stalled, and a first step
-that waits long.
+A rate is a number of steps, samples or tokens divided by the elapsed training time. That time runs from the start of
+the first step to the end of the last one, without pauses, evaluations, stalls and input waits
+(dpmon.store.time_accounting). The time between two steps counts, for example to start workers, write a checkpoint or
+log an epoch, and so do evaluations before nearly every update, which generate its data. Statistics exclude steps in
+which the run stalled, and a first step that waits long.
 
 Statistics come from tallies (dpmon.store.tally), which the store adds up for any time range. Each kind of step
 (dpmon.record.schema.STEP_KINDS) has its own. The main kind of a run is training, or the most frequent kind if it never
@@ -55,9 +55,9 @@ Counted = tuple[tuple[Quantity, SeriesStats], ...]
 
 
 class Rate(NamedTuple):
-    """Steps and samples per second of elapsed training time, and per second within steps.
+    """Steps, samples and tokens per second of elapsed training time, and per second within steps.
 
-    The rates of samples are estimates if some steps have no sample count, and None if most have none.
+    The rates of samples and tokens are estimates if some steps have no count of them, and None if most have none.
     """
 
     steps_per_s: float
@@ -66,6 +66,7 @@ class Rate(NamedTuple):
     samples_per_s_within: float | None
     uncounted_steps: int = 0
     """Number of steps without a sample count."""
+    tokens_per_s: float | None = None
 
     @property
     def differs_within_steps(self) -> bool:
@@ -76,7 +77,7 @@ class Rate(NamedTuple):
 def rate_to_json(rate: Rate | None) -> dict[str, float | None]:
     """Return the members of a rate for JSON, by name. Without a rate, all values are None."""
     rates = "steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps"
-    names = (*rates, "uncounted_steps")
+    names = (*rates, "uncounted_steps", "tokens_per_s")
     return dict(zip(names, rate or (None,) * len(names), strict=True))
 
 
@@ -256,10 +257,10 @@ def compute_rate(
 ) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies`, `times` (see `StatsWindow.elapsed`) and `ranks` are by process. The samples of processes that train at
-    the same time add up, but their steps do not. The step rate is that of the slowest rank, for which the others wait;
-    of processes without ranks, it is their mean. `together`: the number of processes that each of these stands for, if
-    they are known to train at the same time; else 0.
+    `tallies`, `times` (see `StatsWindow.elapsed`) and `ranks` are by process. The samples and tokens of processes that
+    train at the same time add up, but their steps do not. The step rate is that of the slowest rank, for which the
+    others wait; of processes without ranks, it is their mean. `together`: the number of processes that each of these
+    stands for, if they are known to train at the same time; else 0.
     """
     active: list[Tally] = []
     steps_by_rank, whole, within = Counter[int | None](), Counter[int | None](), Counter[int | None]()
@@ -277,16 +278,20 @@ def compute_rate(
     steps_per_s = steps_by_rank[slowest] * 1e9 / whole[slowest]
     steps_per_s_within = steps_by_rank[slowest] * 1e9 / (within[slowest] or whole[slowest])
     steps = sum(steps_by_rank.values())
-    sample_sums = [tally.stat("samples") for tally in active]
-    counted_steps = sum(quantity.count for quantity in sample_sums)
-    if counted_steps <= steps / 2:
-        return Rate(steps_per_s, None, steps_per_s_within, None, steps - counted_steps)
     concurrency = steps / max(steps_by_rank.values())  # ranks in a step, as a mean
     if together or None in steps_by_rank:
         concurrency = len(active) * together or _mean_concurrency(active)
-    samples = sum(quantity.total for quantity in sample_sums) / counted_steps * concurrency  # per step of each process
-    rates = steps_per_s, samples * steps_per_s, steps_per_s_within, samples * steps_per_s_within
-    return Rate(*rates, steps - counted_steps)
+
+    def per_s(quantity: str, steps_per_s: float) -> float | None:
+        sums = [tally.stat(quantity) for tally in active]
+        counted_steps = sum(known.count for known in sums)
+        if counted_steps <= steps / 2:
+            return None
+        return sum(known.total for known in sums) / counted_steps * concurrency * steps_per_s
+
+    rates = steps_per_s, per_s("samples", steps_per_s), steps_per_s_within, per_s("samples", steps_per_s_within)
+    uncounted_steps = steps - sum(tally.stat("samples").count for tally in active)
+    return Rate(*rates, uncounted_steps, per_s("tokens", steps_per_s))
 
 
 def _mean_concurrency(tallies: Sequence[Tally]) -> float:

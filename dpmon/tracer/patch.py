@@ -108,7 +108,7 @@ def install() -> None:
     session.on_give_up = recorder.stop_writing
     recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
-    recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now), walker.poll(now))
+    recorder.on_poll = lambda now: min(part.poll(now) for part in (roots, memory, collectives, walker, losses))
 
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait

@@ -163,8 +163,9 @@ def test_rates_include_the_calls_before_nearly_every_update(rollout_ms: int) -> 
     snapshot, turn_s = run.state(), (2 * rollout_ms + 3.5) / 1000
     assert snapshot.representative is not None
     throughput = throughput_of(snapshot.representative, snapshot, snapshot.newest_ns)
-    assert throughput.steps_per_s == pytest.approx(1 / turn_s, rel=0.01)
-    assert throughput.samples_per_s == pytest.approx(8 / turn_s, rel=0.01)
+    assert throughput.rate is not None
+    assert throughput.rate.steps_per_s == pytest.approx(1 / turn_s, rel=0.01)
+    assert throughput.rate.samples_per_s == pytest.approx(8 / turn_s, rel=0.01)
     window = StatsWindow(run.store())
     (mean,) = {window.rate(), window.rate("single")}
     assert mean is not None

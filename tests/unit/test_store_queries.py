@@ -144,13 +144,15 @@ def test_ranks_train_as_fast_as_the_slowest_of_them() -> None:
     def tally(steps: int, first_s: int, last_s: int) -> Tally:
         own = Tally(steps, steps, first_ns=first_s * SECOND, last_ns=last_s * SECOND)
         own.stats["samples"] = SeriesStats(steps, 16 * steps)
+        own.stats["tokens"] = SeriesStats(steps, 1024 * steps)
         return own
 
     tallies = {0: tally(1000, 0, 20), 1: tally(600, 0, 10), 2: tally(400, 10, 20)}
     times = {0: (8 * SECOND, 7 * SECOND), 1: (10 * SECOND, 9 * SECOND), 2: (10 * SECOND, 9 * SECOND)}
     rate = compute_rate(tallies, times, {0: 0, 1: 1, 2: 1})
     assert rate is not None
-    assert rate == pytest.approx((1000 / 20, 2 * 16 * 1000 / 20, 1000 / 18, 2 * 16 * 1000 / 18, 0))
+    samples, within = 2 * 16 * 1000 / 20, 2 * 16 * 1000 / 18
+    assert rate == pytest.approx((1000 / 20, samples, 1000 / 18, within, 0, 64 * samples))
     independent = compute_rate(tallies, times, {})
     assert independent is not None
     assert independent.steps_per_s == pytest.approx(2000 / 28), "a mean: they do not wait for each other"

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmon.tracer.core.session import Session, TracerConfig
-from dpmon.tracer.steps.losses import BackwardCaller, LossTracer
+from dpmon.tracer.steps.losses import LossTracer
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 
@@ -38,6 +38,7 @@ class Events:
 
 class OnGpu(torch.Tensor):
     device_number = 0
+    is_cuda = True
 
     def get_device(self) -> int:
         return self.device_number
@@ -58,12 +59,29 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> LossTracer:
 
 
 def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) -> None:
+    read: list[float] = []
     for device in (0, 1, 1, 0):
-        assert losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(device)])
-        assert not losses._copy(BackwardCaller("train.py:2"), 0, [loss_on(device)]), "one at a time"
+        assert losses._read([loss_on(device)], read.append)
+        assert not losses._read([loss_on(device)], read.append), "one at a time"
         assert losses._pending_copy is not None
         losses._read_copy(losses._pending_copy)
         assert losses._pending_copy is None
+    assert read == [0.5, 1.5, 1.5, 0.5]
+
+
+def test_masks_on_a_gpu_are_counted_there_and_read_once_they_have_arrived(losses: LossTracer) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).as_subclass(OnGpu)
+    read: list[float] = []
+    with torch._C.DisableTorchFunction():
+        assert losses._read([mask], read.append, torch.count_nonzero)
+    assert not read, "nothing waits for the GPU"
+    pending = losses._pending_copy
+    assert pending is not None
+    losses.poll(0)
+    assert losses._recorder.on_inputs is not None
+    losses._recorder.on_inputs((), {})  # the next call reads it, even if it has no mask
+    assert read == [3]
+    assert losses._pending_copy is None
 
 
 def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTracer) -> None:
@@ -76,12 +94,12 @@ def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTra
 
     loss = loss_on(0)
     with torch._C.DisableTorchFunction(), Operators():
-        losses._copy(BackwardCaller("train.py:1"), 0, [loss])
+        losses._read([loss], print)
     assert seen == []
 
 
 def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: LossTracer) -> None:
-    losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(0)])
+    losses._read([loss_on(0)], print)
     assert losses._pending_copy is not None
     assert losses._pinned_memory is not None
     parts = [weakref.ref(losses._pending_copy.event), weakref.ref(losses._pinned_memory)]

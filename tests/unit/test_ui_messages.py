@@ -145,7 +145,8 @@ def step(mode: str, number: int, wall: int, *, samples: int = 30, backward: bool
 def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     facts, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
     process = shown_process(over)
-    mean = throughput_of(process, over.state, over.now_ns)
+    mean = throughput_of(process, over.state, over.now_ns).rate
+    assert mean is not None
     assert process.ranged.mean_ns is not None
     walls = 400 * process.ranged.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)

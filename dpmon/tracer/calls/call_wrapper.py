@@ -147,6 +147,8 @@ class CallTracer:
                     traced_module = None if self.session.is_off else trace_module(module, thread)
             if traced_module is not None:
                 inputs = self.session.input_definition(args, kwargs, traced_module.input_cache)
+                if recorder.on_inputs is not None and thread is recorder.training_thread:
+                    recorder.on_inputs(args, kwargs)
                 if recorder.device_timer is not None:
                     phase_timer = recorder.device_timer.begin_call(thread, traced_module.gpus)
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script

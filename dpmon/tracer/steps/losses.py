@@ -6,7 +6,8 @@ written at most once per second, and for the last update before the process ends
 
 A detached tensor of each pass lives until the next update, without the graph. If it is due, its value is read from
 memory; on a GPU, it is copied to pinned memory, and a later pass reads the copy if its event has completed. One copy is
-under way at a time, and nothing waits for the GPU. Dispatch and function modes of the script see neither.
+under way at a time, and nothing waits for the GPU. Dispatch and function modes of the script see neither. The nonzero
+values of attention masks are counted likewise: at the FIRST_MASKS first polls (one per step), then once per second.
 
 The calling line is the innermost one of the script, as for an exception. Under a GradScaler, a pass begins at a scaled
 loss. So a wrapper of `GradScaler.scale` remembers what was scaled.
@@ -19,7 +20,7 @@ import struct
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import nan
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpmon.record.shared_names import find_program_frame, is_script_file, shorten_name
-from dpmon.record.span_format import SITE_AT, Kind
+from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
 from dpmon.tracer.core.session import Session, set_eval_frame
 from dpmon.tracer.devices.cuda_events import TorchEvents
@@ -38,6 +39,8 @@ from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 LOSS_INTERVAL_NS = 1_000_000_000
 MAX_PASSES = 256
 """The passes of an update are added up if there are at most this many."""
+FIRST_MASKS = 64
+"""How many masks are counted at the start without delay, so that a run of short steps has enough of them."""
 MAX_CALLERS = 16
 """How many lines of a process can have losses."""
 MAX_EXIT_WAIT_NS = 100_000_000
@@ -83,11 +86,10 @@ class BackwardCaller:
 
 
 class PendingCopy(NamedTuple):
-    """The losses of an update on their way from a GPU, and the event that completes once they have arrived."""
+    """Values on their way from a GPU, what writes their sum, and the event that completes once they have arrived."""
 
-    caller: BackwardCaller
-    start_ns: int
-    losses: list[torch.Tensor]
+    write: Callable[[float], None]
+    values: list[torch.Tensor]
     event: Any
 
 
@@ -113,6 +115,8 @@ class LossTracer:
         self._callers: dict[tuple[str, int], BackwardCaller] = {}
         self._parent_copies.append((self._pinned_memory, self._pending_copy))
         self._pinned_memory = self._pending_copy = None
+        self._polls = 0
+        self.poll(0)
         self._scaled_losses: deque[tuple[Any, torch.Tensor]] = deque(maxlen=4)
         """Weak references to the last scaled losses, with the detached unscaled losses."""
         if self._session.config.loss:
@@ -217,9 +221,7 @@ class LossTracer:
         reason = next(filter(None, map(_unreadable_reason, losses)), None)
         if reason is not None:
             self._write(caller, start_ns, nan, reason)
-        elif not any(loss.is_cuda for loss in losses):
-            self._write(caller, start_ns, _sum_of(losses))
-        elif not self._copy(caller, start_ns, losses):
+        elif not self._read(losses, partial(self._write, caller, start_ns)):
             return  # the loss of a later update is written
         caller.newest, caller.next_ns = None, start_ns + LOSS_INTERVAL_NS
 
@@ -233,10 +235,36 @@ class LossTracer:
             (bits,) = struct.unpack("=Q", struct.pack("=d", value))
             self._recorder.put(Kind.LOSS | definition << SITE_AT, start_ns, 0, bits)
 
+    # ---------------------------------------------------------------- attention masks
+
+    def poll(self, now: int) -> int:
+        """Count the attention mask of the next call, if it has one. Return when to call again (monotonic ns)."""
+        self._recorder.on_inputs = partial(self._run_hidden, self._count_mask)
+        self._polls += 1
+        return now + LOSS_INTERVAL_NS * (self._polls > FIRST_MASKS)
+
+    def _count_mask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the nonzero values of the attention mask among the arguments of a call."""
+        self._recorder.on_inputs = None
+        if self._pending_copy is not None:
+            self._read_copy(self._pending_copy)
+        named = args[0] if len(args) == 1 and isinstance(args[0], Mapping) else kwargs
+        mask: Any = named.get("attention_mask")
+        if type(mask) is torch.Tensor and mask.dim() == 2 and (mask.is_cpu or mask.is_cuda):
+            put, start_ns, elements = self._recorder.put, monotonic_ns(), mask.numel() << 32
+            first_word = Kind.MASK | Flag.GRAD * torch.is_grad_enabled() << FLAGS_AT
+            self._read([mask], lambda count: put(first_word, start_ns, 0, int(count) | elements), torch.count_nonzero)
+
     # ---------------------------------------------------------------- on a GPU
 
-    def _copy(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> bool:
-        """Begin to copy losses. Return False if a CUDA graph is being captured, or another copy is pending."""
+    def _read(self, tensors: list[torch.Tensor], write: Callable[[float], Any], reduce: Any = torch.detach) -> bool:
+        """Reduce each tensor to a value, and pass their sum to `write`: now, or from a GPU in a later pass.
+
+        Return False if a CUDA graph is being captured, or another copy is pending.
+        """
+        if not any(tensor.is_cuda for tensor in tensors):
+            write(_sum_of(map(reduce, tensors)))
+            return True
         events = self._events = self._events or TorchEvents(self._session)
         if self._pending_copy is not None or events.is_capturing():
             return False
@@ -244,20 +272,20 @@ class LossTracer:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             if self._pinned_memory is None:
                 self._pinned_memory = torch.empty((MAX_PASSES, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
-            for row, loss in zip(self._pinned_memory, losses, strict=False):
-                copies.append(row[: loss.dtype.itemsize].view(loss.dtype))
-                copies[-1].copy_(loss.view(1), non_blocking=True)
+            for row, value in zip(self._pinned_memory, map(reduce, tensors), strict=False):
+                copies.append(row[: value.dtype.itemsize].view(value.dtype))
+                copies[-1].copy_(value.view(1), non_blocking=True)
         event = events.create_event()
-        events.record(event, max(loss.get_device() for loss in losses))
-        self._pending_copy = PendingCopy(caller, start_ns, copies, event)
+        events.record(event, max(tensor.get_device() for tensor in tensors))
+        self._pending_copy = PendingCopy(write, copies, event)
         return True
 
     def _read_copy(self, copy: PendingCopy) -> None:
-        """Write the losses of a copy if it has completed."""
+        """Write the values of a copy if it has completed."""
         events = self._events
         if events is not None and not events.is_capturing() and events.is_done(copy.event):
             self._pending_copy = None
-            self._write(copy.caller, copy.start_ns, _sum_of(copy.losses))
+            copy.write(_sum_of(copy.values))
 
     def at_exit(self) -> None:
         """Write the losses of the last update, because the process ends."""
@@ -291,7 +319,7 @@ def _unreadable_reason(loss: Any) -> str | None:
     return None
 
 
-def _sum_of(losses: list[torch.Tensor]) -> float:
+def _sum_of(values: Iterable[torch.Tensor]) -> float:
     """Return the sum of tensors with one element each in the host's memory."""
     with torch._C._DisableTorchDispatch():
-        return sum(float(loss.item()) for loss in losses)
+        return sum(float(value.item()) for value in values)

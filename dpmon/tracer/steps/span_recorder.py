@@ -113,6 +113,8 @@ class SpanRecorder:
         """Called at the end of a backward pass, with its thread, start, and arguments."""
         self.on_update: Callable[[], None] = lambda: None
         """Called after each optimizer step."""
+        self.on_inputs: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Called with the arguments of the training thread's next call."""
         self.has_optimizer = False
         """Whether an optimizer was made."""
         self._parent_timers: list[object] = []

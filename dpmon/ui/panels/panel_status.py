@@ -17,7 +17,7 @@ from dpmon.record.shared_names import node_suffix
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
-from dpmon.store.step_stats import compute_phase_stats
+from dpmon.store.step_stats import compute_phase_stats, rate_to_json
 from dpmon.text.cells import align_right, span_width, truncate, wrap_text
 from dpmon.text.formatting import (
     format_compact,
@@ -193,13 +193,15 @@ def _metric_parts(screen: ScreenData) -> list[_StatusPart]:
             return [_StatusPart([*epoch, ("evaluating ", ""), (format_batch_of_total(evaluation), "bold")], 2)]
     if screen.shown_stall is not None and not screen.is_over:  # the rates are from before the stall
         return parts
-    rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]
-    if rates.rate is not None and rates.samples_per_s is None:
-        rates_shown = [(rates.steps_per_s, " steps/s", 4)]
-    for rate, unit, rank in rates_shown:
-        prefix, text = "mean " if screen.is_over and len(parts) == 1 else "", format_compact(rate)
+    rate, units = rate_to_json(rates.rate), {"samples": 4, "steps": 9}
+    if rate["tokens_per_s"] is not None:
+        units = {"samples": 10, "tokens": 4, "steps": 9}
+    elif rates.rate is not None and rate["samples_per_s"] is None:
+        units = {"steps": 4}
+    for unit, rank in units.items():
+        prefix, text = "mean " if screen.is_over and len(parts) == 1 else "", format_compact(rate[f"{unit}_per_s"])
         text = text if screen.is_over else align_right(text, 5)
-        parts.append(_StatusPart([(prefix, "dim"), (text, "bold"), (unit, "dim")], rank))
+        parts.append(_StatusPart([(prefix, "dim"), (text, "bold"), (f" {unit}/s", "dim")], rank))
     values = [loss_span(curve.last, 7) for curve in shown_losses(screen)[:2]]
     if values:
         label = "last loss " if screen.is_over else "sampled loss "

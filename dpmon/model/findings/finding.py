@@ -11,9 +11,9 @@ class Finding(NamedTuple):
     """A possible problem of a run."""
 
     kind: str
-    """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall,
-    long steps, spread, between, evaluation, quiet, failed, loss, crowded, straggler, in turn, own collectives, exposed,
-    bucket, accumulation, unused, memory."""
+    """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, slow link, low use, drift,
+    stall, long steps, spread, between, evaluation, quiet, failed, loss, crowded, straggler, in turn, own collectives,
+    exposed, bucket, accumulation, unused, memory."""
     text: str
     """The problem, in one sentence."""
     ground: str

@@ -81,6 +81,10 @@ def test_a_report_has_the_cost_if_a_price_is_set(state: Path, monkeypatch: pytes
     assert line().startswith("energy of 1 GPU 5 kWh, 1.50; ")
     monkeypatch.setenv("DPMON_CURRENCY", "EUR")
     assert line().startswith("energy of 1 GPU 5 kWh, 1.50 EUR; ")
+    monkeypatch.setenv("DPMON_PRICE_PER_HOUR", "60")  # the run took a minute
+    assert line().startswith("energy of 1 GPU 5 kWh, 2.50 EUR; ")
+    monkeypatch.setenv("DPMON_REFRESH", "never")
+    assert line().startswith("energy of 1 GPU 5 kWh; "), "an invalid setting does not stop a report"
 
 
 def test_a_report_without_energy_says_nothing_about_it(state: Path) -> None:

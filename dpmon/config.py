@@ -1,16 +1,7 @@
 """The user's settings, from environment variables and a file; variables take precedence.
 
-The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set):
-
-    theme = "light"         # DPMON_THEME: dark, light, color-blind, mono, ascii
-    refresh = 0.5           # DPMON_REFRESH: seconds between two updates of the screen
-    keep_runs = 200         # DPMON_KEEP_RUNS: number of runs to keep
-    batch_dim = 1           # DPMON_BATCH_DIM: the dimension of the batch in a model's first input (0 if not given)
-    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (this limit never deletes the newest five
-                            # runs)
-    on_event = ["command", "argument"]   # DPMON_ON_EVENT: the command to start for each event of a run
-    alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that show that the machine is alive
-    loss = false            # DPMON_LOSS: whether to read the losses (default: true)
+The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set). docs/getting-started.md describes the
+settings. The variable of a setting has its name in capitals, after DPMON_.
 
 Options on the command line take precedence over both.
 """
@@ -29,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.errors import DpmonError
+from dpmon.sanitize import sanitize_line
 
 THEMES = ("dark", "light", "color-blind", "mono", "ascii")
 _PREFIXES = "KMGT"
@@ -59,6 +51,10 @@ class Settings:
     """Minutes between two `alive` events."""
     loss: bool | None = None
     """Whether to read the losses."""
+    price_per_kwh: float = 0.0
+    price_per_hour: float = 0.0
+    """Price of an hour of the run, with all its machines."""
+    currency: str = ""
 
 
 def _parse_choice(names: Collection[str], value: Any) -> str:
@@ -73,12 +69,11 @@ def _parse_number(expected: str, pattern: str, value: Any) -> int:
     return int(value)
 
 
-def _parse_refresh(value: Any) -> float:
+def _parse_float(expected: str, low: float, high: float, value: Any) -> float:
     with suppress(ValueError, TypeError):
-        seconds = float(value)
-        if 0.1 <= seconds <= 60 and not isinstance(value, bool):
-            return seconds
-    raise ValueError("a number of seconds from 0.1 to 60")
+        if low <= float(value) <= high and not isinstance(value, bool):
+            return float(value)
+    raise ValueError(expected)
 
 
 def _parse_command(value: Any) -> tuple[str, ...]:
@@ -105,13 +100,16 @@ def _parse_byte_size(value: Any) -> int:
 
 SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "theme": partial(_parse_choice, THEMES),
-    "refresh": _parse_refresh,
+    "refresh": partial(_parse_float, "a number of seconds from 0.1 to 60", 0.1, 60),
     "keep_runs": partial(_parse_number, "a whole number", r"[0-9]{1,9}"),
     "keep_bytes": _parse_byte_size,
     "batch_dim": partial(_parse_number, "a number from 0 to 7", r"[0-7]"),
     "on_event": _parse_command,
     "alive_minutes": partial(_parse_number, "a number of minutes from 1", r"(?!0+$)[0-9]{1,9}"),
     "loss": _parse_bool,
+    "price_per_kwh": partial(_parse_float, "a price from 0 to 1,000,000", 0, 1e6),
+    "price_per_hour": partial(_parse_float, "a price from 0 to 1,000,000", 0, 1e6),
+    "currency": partial(sanitize_line, limit=8),
 }
 """For each setting, the function that parses its value. It raises ValueError, with the expected form, if invalid."""
 

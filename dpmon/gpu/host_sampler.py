@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -23,6 +24,7 @@ from dpmon.gpu.memory_limits import MemoryLimit, iter_cgroup_limits, iter_proces
 _SCAN_SHARE = 0.01
 """Maximum share of one core for finding new processes, which reads all processes of the machine."""
 _TWO_SAMPLES = MissingValue("needs two samples")
+_POWERCAP = Path("/sys/class/powercap")
 
 BUDGET_SHARE = 0.01
 """Maximum share of one core for readings in the long run."""
@@ -83,6 +85,7 @@ class HostSampler:
                 **_shared_memory(root_pid),
                 "cpus": os.cpu_count(),
                 "load_1m": round(load_1m, 2),
+                "energy_j": _cpu_energy(),
             }
         )
 
@@ -133,6 +136,16 @@ class HostSampler:
                 continue
             covered.update(children)
             self._processes.update(children)
+
+
+def _cpu_energy() -> float | MissingValue:
+    """Return the counters of all CPU packages (J), which wrap around. AMD's have Intel's name, too."""
+    try:
+        zones = [zone for zone in _POWERCAP.glob("intel-rapl:*") if (zone / "name").read_text().startswith("package")]
+        counts_uj = [int((zone / "energy_uj").read_text()) for zone in zones]
+    except (OSError, ValueError) as error:
+        return MissingValue(f"the energy of the CPUs cannot be read: {error}")
+    return sum(counts_uj) / 1e6 if counts_uj else MissingValue("the kernel does not report it")
 
 
 def _shared_memory(root_pid: int | None) -> dict[str, int | MissingValue]:

@@ -63,6 +63,10 @@ _MIB_S_METRICS = {"pcie_tx_bytes_s": 20, "pcie_rx_bytes_s": 21, "nvlink_rx_bytes
 _GPM_METRICS = {**_PERCENT_METRICS, **_MIB_S_METRICS}
 _NVLINK_TX_KIB, _NVLINK_RX_KIB = 138, 139  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: payload in KiB, ever growing
 _ALL_LINKS = 0xFFFFFFFF
+_NVLINK_STATE, *_NVLINK_ERRORS = 165, 161, 162  # NVML_FI_DEV_NVLINK_GET_STATE, _ERROR_DL_REPLAY, _ERROR_DL_RECOVERY
+_PCIE_LINK = ("CurrPcieLinkGeneration", "CurrPcieLinkWidth", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
+MIN_LOAD_PCT = 20
+"""Smallest utilization (per cent) at which a slow link counts: an idle GPU lowers the speed of its link."""
 
 
 def _device_getter(convert: Callable[[Any], Any], call: str) -> Getter:
@@ -234,6 +238,32 @@ def _nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(int(kib * 1024 / max(now_s - last_s, 1e-6)) for kib in growth)
 
 
+def _pcie_link(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Return PCIe generation and width, their maximums, and the number of readings in a row that were slow under load.
+
+    NVML's maximums are what the GPU and the system can reach together: a slower slot alone is not a slow link.
+    """
+    link = [int(getattr(nvml, f"nvmlDeviceGet{name}")(handle)) for name in _PCIE_LINK]
+    generation, width, max_generation, max_width = link
+    slow_readings = memo.pop("slow", 0)
+    if not (1 <= generation <= max_generation and 1 <= width <= max_width):  # some machines report 0
+        return (_IMPLAUSIBLE,) * 5
+    if link[:2] != link[2:] and nvml.nvmlDeviceGetUtilizationRates(handle).gpu >= MIN_LOAD_PCT:
+        memo["slow"] = slow_readings + 1
+    return *link, memo.get("slow", 0)
+
+
+def _nvlink_health(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the number of links that are down (0 if all are: no bridge), and their errors since the first reading."""
+    numbers = [(number, link) for number in (_NVLINK_STATE, *_NVLINK_ERRORS) for link in range(18)]
+    fields = [field for field in nvml.nvmlDeviceGetFieldValues(handle, numbers) if not field.nvmlReturn]
+    states = [int(field.value.uiVal) for field in fields if field.fieldId == _NVLINK_STATE]
+    if not states:
+        raise NvmlCallError("not supported", is_permanent=True)
+    errors = sum(int(field.value.uiVal) for field in fields if field.fieldId in _NVLINK_ERRORS)
+    return states.count(0) * any(states), errors - memo.setdefault("errors", errors)
+
+
 def _make_query(
     field: str,
     period_s: float,
@@ -260,7 +290,7 @@ QUERIES = (
     _make_query("power_limit_w", 30, _divide_by_1000, "EnforcedPowerLimit", "PowerManagementLimit"),
     NvmlQuery(("temperature_limit_c",), 60, 2, (_SLOWDOWN, _slowdown_by_margin)),
     _make_query("mem_clock_mhz", 5, int, "ClockInfo NVML_CLOCK_MEM"),
-    _make_query("energy_j", 10, _divide_by_1000, "TotalEnergyConsumption"),
+    _make_query("energy_j", 5, _divide_by_1000, "TotalEnergyConsumption"),
     _make_query("fan_pct", 10, _percent, "FanSpeed", "FanSpeed_v2 0"),
     # These take milliseconds, are rarely needed, or are known to block.
     NvmlQuery(("mig", "mig_devices"), 6, 4, (_mig,)),
@@ -278,6 +308,8 @@ QUERIES = (
     _make_query("ecc_uncorrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_UNCORRECTED NVML_VOLATILE_ECC"),
     _make_query("remapped_rows", 60, lambda counts: sum(counts[:2]), "RemappedRows"),
     NvmlQuery(("retired_pages",), 60, 4, (_retired_pages,)),
+    NvmlQuery(("pcie_gen", "pcie_width", "pcie_gen_max", "pcie_width_max", "pcie_slow_readings"), 60, 5, (_pcie_link,)),
+    NvmlQuery(("nvlinks_down", "nvlink_errors"), 60, 1, (_nvlink_health,)),
     _make_query("persistence", 60, bool, "PersistenceMode"),
     NvmlQuery(("xid",), 5, 2, (_xid,)),
 )

@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.device_memory import memory_by_device
 from dpmon.model.run_events import ModeChange
-from dpmon.record.safe_json import number_member
+from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.store.device_rollups import DeviceRollup, read_device_minutes
-from dpmon.store.events import (
-    HOST,
-    DeviceSample,
-    iter_samples,
-    last_sample_ns,
-    read_newest_memory,
-    read_sample,
-)
+from dpmon.store.events import HOST, DeviceSample, iter_samples, last_sample_ns, read_newest_memory, read_sample
 from dpmon.store.node_table import NODE_DEVICES
 from dpmon.store.table import LAST_NS
 
@@ -54,6 +47,8 @@ _HIGHEST = {
 _FIRST_SUM = {"util_pct": 0, "cpu_pct": 0, "mem_used_bytes": 2}
 """Members of samples that charts of the whole run show, and their first place in DeviceUsage.sums."""
 
+PCIE_LINK = ("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max")
+
 
 class DeviceHistory(NamedTuple):
     """The newest sample of a GPU, or of the host, and its histories: one value per second, None if unknown."""
@@ -72,6 +67,13 @@ class DeviceHistory(NamedTuple):
     def mem_pct(self) -> float | None:
         """Used memory in the newest sample, in per cent of the total."""
         return _share_pct(number_member(self.data, "mem_used_bytes"), number_member(self.data, "mem_total_bytes"))
+
+
+def format_pcie_link(data: Mapping[str, object]) -> str:
+    """Return the PCIe link of a device record, and its maximum if it is below: "gen 1 x4 of gen 4 x16"."""
+    generation, highest, width, widest = (int_member(data, name) for name in PCIE_LINK)
+    now, best = f"gen {generation} x{width}", f"gen {highest} x{widest}"
+    return now if now == best else f"{now} of {best}"
 
 
 def _share_pct(used: float | None, total: float | None) -> float | None:

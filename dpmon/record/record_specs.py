@@ -79,8 +79,7 @@ _MODE = _text("mode", "dp (over several devices) or single (one device, as on ev
 _ABSENT = _object("absent", "why a field is null or missing, by the field's name")
 _DEVICES = _list("devices", "the devices available to it, by torch's names")
 _INPUTS = _list(
-    "inputs",
-    "each tensor in the arguments: path, shape, dtype, bytes (on this rank); of a DTensor also global_shape",
+    "inputs", "each tensor in the arguments: path, shape, dtype, bytes (on this rank); of a DTensor also global_shape"
 )
 _OUTPUTS = _list("outputs", "each tensor of the result, as in inputs")
 _IN_PROCESS = (_PROCESS, _RANK, _T_S)
@@ -103,17 +102,10 @@ _CALL_FIELDS = (
     _START_S,
     _WALL_MS,
     _DEVICES,
-    _object_of_ms(
-        "phases",
-        "for each phase that ran, host_ms and device_ms (null if unknown)",
-        columns=_CALL_TIMES,
-    ),
+    _object_of_ms("phases", "for each phase that ran, host_ms and device_ms (null if unknown)", columns=_CALL_TIMES),
     _INPUTS,
     _OUTPUTS,
-    _list(
-        "replicas",
-        "the share of each device: replica, device, host_ms, device_ms, inputs, outputs",
-    ),
+    _list("replicas", "the share of each device: replica, device, host_ms, device_ms, inputs, outputs"),
     _list(
         "stages",
         "each stage of a model on several devices: stage, device, parts, start_ms, host_ms, device_ms, from, "
@@ -149,8 +141,7 @@ _STEP_FIELDS = (
     ),
     _integer("missing_spans", "number of further spans; missing if there are none"),
     _list_of_ms(
-        "buckets_ms",
-        "time from the step's start until each bucket of gradients was ready; missing if unknown",
+        "buckets_ms", "time from the step's start until each bucket of gradients was ready; missing if unknown"
     ),
     _integer(
         "sync_number",
@@ -243,6 +234,13 @@ _DEVICE_FIELDS = (
     _bytes_per_s("pcie_tx_bytes_s", "data sent over PCIe"),
     _bytes_per_s("nvlink_rx_bytes_s", "data received over NVLink"),
     _bytes_per_s("nvlink_tx_bytes_s", "data sent over NVLink"),
+    _integer("pcie_gen", "generation of its PCIe link now; lower while the GPU is idle"),
+    _integer("pcie_width", "number of lanes of this link now"),
+    _integer("pcie_gen_max", "the highest generation that the GPU and the system can reach together"),
+    _integer("pcie_width_max", "the most lanes that they can use together"),
+    _integer("pcie_slow_readings", "readings in a row, one a minute, of a slower link while the GPU is busy"),
+    _integer("nvlinks_down", "NVLinks that are down while others of the GPU are up"),
+    _integer("nvlink_errors", "replays and recoveries of all its NVLinks since the run's start"),
     _integer("ecc_corrected", "corrected memory errors since the driver was loaded"),
     _integer("ecc_uncorrected", "uncorrected memory errors since the driver was loaded"),
     _integer("retired_pages", "pages of memory that were retired"),
@@ -274,6 +272,7 @@ _HOST_FIELDS = (
     _bytes("mem_room_bytes", "memory that is left until this limit"),
     _bytes("shm_used_bytes", "memory in use in /dev/shm"),
     _bytes("shm_total_bytes", "size of /dev/shm, through which loader workers send batches"),
+    FieldSpec("number", "J", "energy_j", "energy of the CPU packages, often readable by root only; it wraps around"),
     _integer("cpus", "CPU cores of the host", metric="host_cpus"),
     _number("load_1m", "threads that run or want to run on the host, averaged over a minute", metric="host_load"),
     _text("gpu_absent", "why there are no device records"),
@@ -388,8 +387,7 @@ _PROCESS_FIELDS = (
     *_IN_PROCESS,
     _integer("world", "number of ranks; null if the process is not a rank"),
     _object(
-        "job",
-        "what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if unknown",
+        "job", "what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if unknown"
     ),
     _integer("node", "the index of this node in the job; null if unknown"),
     _integer("pid", "the process id"),
@@ -443,10 +441,7 @@ _EXIT_FIELDS = (
     _integer("status", "the exit status of the command; null if unknown"),
     _text("signal", "the name of the signal that ended the command; null if none did"),
     _T_S,
-    _text(
-        "by",
-        "who learned how the command ended: supervisor or foreground (the `dpmon` that started the run)",
-    ),
+    _text("by", "who learned how the command ended: supervisor or foreground (the `dpmon` that started the run)"),
     _text("cause", "the cause of the end; missing if unknown"),
     _object("absent", "why the status is null; missing if the status is known"),
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
+from dpmon.config import ConfigError, Settings, load_settings
+from dpmon.model.energy import read_energy
 from dpmon.model.findings.finding_evidence import process_suffix
 from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
@@ -65,6 +69,7 @@ def basic_facts(report: ReportData) -> list[str]:
         texts.append(pauses)
     if run.announced.inputs:
         texts.append(input_wait_sentence(run.announced.inputs))
+    texts += energy_sentences(run)
     if run.store.pruned:
         texts.append(
             f"{run.store.pruned:,} older records were deleted to bound the history: statistics cover all steps, but"
@@ -168,6 +173,21 @@ def pause_sentence(report: ReportData) -> str | None:
             " paused, and device metrics include that part"
         )
     return f"{', '.join(parts)}: {accounting_text}"
+
+
+def energy_sentences(run: RunAnalysis) -> list[str]:
+    """Return the energy of the run's GPUs (without any, of the CPUs), its cost, and the energy per sample and token."""
+    energy, tally = read_energy(run.store), run.window.tally(None)
+    if energy.joules is None:
+        return []
+    settings = Settings()
+    with suppress(ConfigError):  # it must not stop the report of a run that has ended
+        settings = load_settings(os.environ)
+    kwh, devices = energy.joules / 3.6e6, format_count_with_noun(energy.gpus, "GPU") if energy.gpus else "the CPUs"
+    cost = kwh * settings.price_per_kwh + run.until_ns / 3.6e12 * settings.price_per_hour
+    texts = [f"energy of {devices} {kwh:.3g} kWh" + f", {cost:,.2f} {settings.currency}".rstrip() * (cost > 0)]
+    per = {name: energy.joules_per(f"{name}s", tally) for name in ("sample", "token")}
+    return ["; ".join(texts + [f"{joules:.3g} J a {name}" for name, joules in per.items() if joules is not None])]
 
 
 ACTIVITY_NAMES = {

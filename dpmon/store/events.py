@@ -97,6 +97,8 @@ class DeviceSample(NamedTuple):
         return self.cpu_pct if self.device < 0 else self.util_pct
 
 
+_HOST = f"{HOST} - ifnull(json_extract(json, '$.node'), 0)"
+_DEVICE = f"CASE kind WHEN 'host' THEN {_HOST} ELSE json_extract(json, '$.index') END"
 _SAMPLE_MEMBERS = DeviceSample._fields[3:]
 _CHART_MEMBERS = _SAMPLE_MEMBERS[: _SAMPLE_MEMBERS.index("power_w") + 1]
 
@@ -200,15 +202,35 @@ def iter_samples(
     """
     # SQLite parses the JSON ten times as fast as Python.
     members = (f"json_extract(json, '$.{member}')" for member in (_CHART_MEMBERS if for_charts else _SAMPLE_MEMBERS))
-    host = f"{HOST} - ifnull(json_extract(json, '$.node'), 0)"
     query = (
-        f"SELECT id, t_ns, CASE kind WHEN 'host' THEN {host} ELSE json_extract(json, '$.index') END AS device,"
-        f" {', '.join(members)} FROM events"
+        f"SELECT id, t_ns, {_DEVICE} AS device, {', '.join(members)} FROM events"
         f" WHERE {'id > ?1 AND +t_ns >= ?2 AND +t_ns <= ?3' if after_id else 't_ns >= ?2 AND t_ns <= ?3 AND id > ?1'}"
         f" AND {IS_SAMPLE} AND (?4 IS NULL OR process = -1 - ?4) AND typeof(device) = 'integer' ORDER BY id"
     )
     rows = store.connection.rows(query, (after_id, since_ns, store.until_ns, node))
     return (DeviceSample(*row) for row in rows)
+
+
+def read_highest_samples(store: Store, member: str, least: int) -> list[Event]:
+    """Return the sample with the highest value of an integer member of each GPU that reaches `least`."""
+    value = f"json_extract(json, '$.{member}')"
+    query = (
+        f"SELECT json, max({value}) FROM events WHERE t_ns <= ? AND {IS_SAMPLE} AND {value} >= ?"
+        f" AND typeof({value}) = 'integer' GROUP BY json_extract(json, '$.index')"
+    )
+    return [parse_event(text) for text, _ in store.query(query, (store.until_ns, least))]
+
+
+def read_energy_use(store: Store, start_ns: int, end_ns: int) -> list[tuple[int, bool, float, int]]:
+    """Return by `DeviceSample.device` whether the run used it, its energy (J), and the time of its samples (ns)."""
+    query = f"""
+        SELECT device, max(of_run) = 1, sum(max(growth, 0)) AS used, max(t_ns) - min(t_ns) FROM (
+            SELECT *, joules - lag(joules) OVER (PARTITION BY device ORDER BY t_ns) AS growth FROM (
+                SELECT t_ns, json_extract(json, '$.energy_j') AS joules, json_extract(json, '$.of_run') AS of_run,
+                    {_DEVICE} AS device
+                FROM events WHERE t_ns BETWEEN ? AND ? AND {IS_SAMPLE} AND typeof(joules) IN ('integer', 'real')))
+        GROUP BY device HAVING used > 0"""  # a counter goes back if it wraps around, or the driver is loaded again
+    return list(store.query(query, (start_ns, min(end_ns, store.until_ns))))
 
 
 def read_sample(store: Store, event_id: int) -> Event | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.device_usage import DeviceHistory
+from dpmon.model.device_usage import DeviceHistory, format_pcie_link
 from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
@@ -200,7 +200,8 @@ _TOPICS = {
         ("throttled by", "throttle", "words"),
     ),
     "links": (
-        ("PCIe in", "pcie_rx_bytes_s", "bytes/s"),
+        ("PCIe", "pcie_gen", "link"),
+        ("in", "pcie_rx_bytes_s", "bytes/s"),
         ("out", "pcie_tx_bytes_s", "bytes/s"),
         ("NVLink in", "nvlink_rx_bytes_s", "bytes/s"),
         ("out", "nvlink_tx_bytes_s", "bytes/s"),
@@ -211,6 +212,8 @@ _TOPICS = {
         ("retired pages", "retired_pages", "errors"),
         ("remapped rows", "remapped_rows", "errors"),
         ("newest XID", "xid", "errors"),
+        ("NVLinks down", "nvlinks_down", "errors"),
+        ("their errors", "nvlink_errors", "count"),
     ),
     "modes": (("MIG", "mig", "on"), ("persistence", "persistence", "on")),
 }
@@ -237,6 +240,8 @@ def _format_value(data: GpuData, key: str, value_form: str) -> tuple[str, str]:
         return "none", ""
     if value is None:
         return UNKNOWN, ""
+    if value_form == "link":
+        return format_pcie_link(data), ""
     if value_form == "bytes/s":
         return format_bytes(value) + "/s", ""
     if value_form == "kWh":

@@ -302,7 +302,7 @@ EXPORT int nvmlDeviceGetFanSpeed_v2(struct device *h, unsigned fan, unsigned *va
 })
 
 EXPORT int nvmlDeviceGetTotalEnergyConsumption(struct device *h, u64 *value) DEVICE({
-    *value = (u64)number(d, "energy_mj", 123456789);
+    *value = (u64)(number(d, "energy_mj", 123456789) + (now() - loaded) * 1000 * number(d, "energy_w", 0));
 })
 
 EXPORT int nvmlDeviceGetClockInfo(struct device *h, unsigned clock, unsigned *value) DEVICE({
@@ -322,6 +322,11 @@ EXPORT int nvmlDeviceGetPcieThroughput(struct device *h, unsigned counter, unsig
     *value = (unsigned)(counter ? number(d, "pcie_rx_kb", 2000) : number(d, "pcie_tx_kb", 1000));
 })
 
+UINT(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_gen", 5)
+UINT(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width", 16)
+UINT(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_gen_max", 5)
+UINT(nvmlDeviceGetMaxPcieLinkWidth, "pcie_width_max", 16)
+
 union value { double d; unsigned u; u64 ull; };
 struct field { unsigned id, scope; long long timestamp, latency; unsigned type; int rc; union value value; };
 EXPORT int nvmlDeviceGetFieldValues(struct device *h, int count, struct field *fields) DEVICE({
@@ -333,6 +338,10 @@ EXPORT int nvmlDeviceGetFieldValues(struct device *h, int count, struct field *f
         f->timestamp = (long long)(now() * 1e6);
         if (kib_s > 0 && f->scope == ~0u && (f->id == 138 || f->id == 139)) /* sent, received, over all links, in KiB */
             f->value.ull = (u64)((now() - loaded) * kib_s * (f->id == 139 ? 2 : 1));
+        else if (f->scope >= number(d, "nvlinks", 0)) f->rc = NOT_SUPPORTED; /* the rest is of one link */
+        else if (f->id == 165) f->value.u = f->scope < number(d, "nvlinks_up", 18); /* its state */
+        else if (f->id == 161) f->value.u = (unsigned)number(d, "nvlink_replays", 0);
+        else if (f->id == 162) f->value.u = 0; /* recoveries */
         else f->rc = NOT_SUPPORTED;
     }
 })

@@ -18,9 +18,16 @@ from dpmon.gpu.nvml import Nvml
 
 CODES = [*range(1, 31), 99, 999, 31337]
 GONE = {1, 15, 16, 28}
-FINE = ["gpus 2", *(f"set * gpm{n} 1" for n in (2, 5, 10, 20, 21, 60, 61)), "set * mig 1", "set * xid 13"]
+FINE = [
+    "gpus 2",
+    *(f"set * gpm{n} 1" for n in (2, 5, 10, 20, 21, 60, 61)),
+    "set * mig 1",
+    "set * xid 13",
+    "set * nvlinks 4",
+]
 PROCESSES = {"of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count"}
 MIG = {"mig", "mig_devices"}
+LINK = {"pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max", "pcie_slow_readings"}
 # Fields that may be missing if a function fails; none if there is another call or source.
 COST: dict[str, set[str]] = {
     "nvmlDeviceGetUUID": {"uuid", "visible", "mig_devices"},
@@ -38,6 +45,11 @@ COST: dict[str, set[str]] = {
     "nvmlDeviceGetComputeRunningProcesses_v3": PROCESSES,
     "nvmlDeviceGetGraphicsRunningProcesses_v3": PROCESSES,
     "nvmlDeviceGetTemperatureThreshold": {"temperature_limit_c"},
+    "nvmlDeviceGetCurrPcieLinkGeneration": LINK,
+    "nvmlDeviceGetCurrPcieLinkWidth": LINK,
+    "nvmlDeviceGetMaxPcieLinkGeneration": LINK,
+    "nvmlDeviceGetMaxPcieLinkWidth": LINK,
+    "nvmlDeviceGetFieldValues": {"nvlinks_down", "nvlink_errors"},
     "nvmlDeviceGetTotalEccErrors": {"ecc_corrected", "ecc_uncorrected"},
     "nvmlDeviceGetRemappedRows": {"remapped_rows"},
     "nvmlDeviceGetRetiredPages": {"retired_pages"},

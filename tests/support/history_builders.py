@@ -447,7 +447,9 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
     "whole_efficiency": Efficiency(),
     "memory_events": {"growth": [], "host": [], "exit": []},
-    "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS, between_activities=["between"]),
+    "store": SimpleNamespace(
+        pruned=0, kind_words=STEP_KINDS, between_activities=["between"], until_ns=0, query=lambda *_: ()
+    ),
 }  # fmt: skip
 
 

@@ -124,3 +124,13 @@ def test_the_file_of_another_user_names_no_command(tmp_path: Path) -> None:
         load_settings(environ)
     environ = written(tmp_path, 'theme = "dark"\n')
     assert load_settings(environ).theme == "dark"
+
+
+def test_prices_and_their_currency(tmp_path: Path) -> None:
+    environ = written(tmp_path, 'price_per_kwh = 0.3\nprice_per_hour = 2\ncurrency = "EUR"\n')
+    found = load_settings(environ)
+    assert (found.price_per_kwh, found.price_per_hour, found.currency) == (0.3, 2.0, "EUR")
+    assert len(load_settings({**environ, "DPMON_CURRENCY": "gold coins \x1b[31m"}).currency) == 8
+    for price in ("-1", "nan", "inf", "a lot", "true"):
+        with pytest.raises(ConfigError, match="a price from 0"):
+            load_settings({**environ, "DPMON_PRICE_PER_KWH": price})

@@ -106,3 +106,25 @@ def test_an_unknown_utilization_is_a_dash() -> None:
     assert " – " in rows[0]
     assert "– of 141 GiB free" in rows[0]
     assert "utilization: GPU is lost" in rows
+
+
+def test_the_link_of_a_gpu_has_its_maximum_only_if_it_is_below() -> None:
+    link = {"pcie_gen": 4, "pcie_gen_max": 4, "pcie_width": 16, "pcie_width_max": 16}
+    for changes, text in (
+        ({}, "PCIe gen 4 x16   in"),
+        ({"pcie_gen": 1, "pcie_width": 4}, "PCIe gen 1 x4 of gen 4 x16   in"),
+        (dict.fromkeys(link), "PCIe         –   in"),
+    ):
+        facts = gpu_screen_data(1, **{**link, **changes, "nvlinks_down": 2})
+        rows = rows_text(panel_devices.render_full_screen(facts, 116, 60, STYLE))
+        assert any(text in row for row in rows), text
+        assert any("NVLinks down         2" in row for row in rows)
+
+
+def test_the_reason_for_the_unknown_energy_of_cpus_is_not_on_the_screen() -> None:
+    facts = screen_data_of(Training())
+    host = facts.state.host
+    data = {**host.data, "absent": {"energy_j": "the kernel does not report it", "load_1m": "unknown"}}
+    facts = ScreenData(facts.state.with_facts(host=host._replace(data=data)), 0, RUN_INFO)
+    (*_, last) = rows_text(panel_devices.render_full_screen(facts, 100, 20, STYLE))
+    assert last == "no GPU: NVML library not found; load 1m: unknown"

@@ -7,7 +7,7 @@ from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from dpmon.model.device_usage import MIN_THROTTLED_SHARE
+from dpmon.model.device_usage import MIN_THROTTLED_SHARE, PCIE_LINK, format_pcie_link
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import (
     MIN_DATA_SHARE,
@@ -19,6 +19,8 @@ from dpmon.model.findings.finding_evidence import (
     rank_suffix,
 )
 from dpmon.model.nodes import gpu_name
+from dpmon.record.safe_json import int_member, number_member
+from dpmon.store.events import read_highest_samples
 from dpmon.text.formatting import format_bytes, format_count_with_noun, format_long_duration, format_percent
 
 if TYPE_CHECKING:
@@ -47,6 +49,24 @@ MAX_LOW_UTILIZATION_PCT, MIN_UTILIZATION_SAMPLES = 30.0, 20
 MAX_LOW_MFU, MIN_HIGH_UTILIZATION_PCT, MAX_LOW_SM_ACTIVE_PCT, MAX_SMALL_KERNEL_NS = 0.25, 80.0, 40.0, 20_000
 """Largest MFU that is low, and smallest utilization of a GPU that is the limit itself. Its kernels are small if fewer
 multiprocessors are active, or if an operator takes less time there: a kernel of 20 µs is not longer than its launch."""
+_LINK_PROBLEMS = {
+    "pcie_slow_readings": (
+        *(2, "{} readings in a row, one a minute; it received {}/s"),
+        "{}'s PCIe link runs at {} while it is {}% busy: copies take up to {:.0f} times as long.",
+        "reseat the card; check the riser or cable, and the generation and lanes of its slot in the BIOS",
+    ),
+    "nvlinks_down": (
+        *(1, "{} links down"),
+        "{} has NVLinks down while others are up: GPUs exchange data more slowly.",
+        "reseat the bridge, unless the GPU has fewer bridges than it could; dmesg | grep -i nvlink",
+    ),
+    "nvlink_errors": (
+        *(10, "{} replays and recoveries since the run's start"),
+        "{}'s NVLinks repeat data or recover, which takes time.",
+        "clean and reseat the bridge or board; dmesg | grep -i nvlink",
+    ),
+}
+"""By member of device records: smallest value with a finding (NVLinks may err a few times), evidence, text, advice."""
 MIN_HOST_SAMPLES = 10
 """Fewest samples, one per second; fewer cover only the start."""
 MIN_FULL_PCT = 90.0
@@ -245,6 +265,19 @@ def find_small_kernels(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding("small kernels", text, proof, advice, 0.2)
 
 
+def find_slow_links(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for each GPU with a PCIe link that is slow under load, or with NVLinks down or with errors."""
+    for member, (least, ground, problem, advice) in _LINK_PROBLEMS.items():
+        for data in (event.data for event in read_highest_samples(run.store, member, least)):
+            if data.get("of_run") is not False:
+                generation, highest, width, widest = (int_member(data, name) or 1 for name in PCIE_LINK)
+                factor = 2.0 ** min(highest - generation, 8) * widest / width  # a generation doubles the rate of a lane
+                gpu, busy_pct = gpu_name(int_member(data, "index") or 0, run.nodes), int_member(data, "util_pct")
+                text = problem.format(gpu, format_pcie_link(data), busy_pct, factor)
+                ground = ground.format(data[member], format_bytes(number_member(data, "pcie_rx_bytes_s")))
+                yield Finding("slow link", text, ground, advice, 0.3)
+
+
 # ------------------------------------------------------------------------------------------------ host
 
 
@@ -288,5 +321,5 @@ def _is_used_by_others(host: HostUsage) -> bool:
 
 FINDERS = (
     *(find_idle_devices, find_uneven_replicas, find_uneven_memory),
-    *(find_throttling, find_low_utilization, find_small_kernels, find_crowded_cpus),
+    *(find_throttling, find_slow_links, find_low_utilization, find_small_kernels, find_crowded_cpus),
 )

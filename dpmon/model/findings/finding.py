@@ -11,8 +11,8 @@ class Finding(NamedTuple):
     """A possible problem of a run."""
 
     kind: str
-    """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, small kernels,
-    drift, stall, long steps, spread, between, evaluation, quiet, failed, loss, crowded, straggler, in turn,
+    """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, slow link, low use,
+    small kernels, drift, stall, long steps, spread, between, evaluation, quiet, failed, loss, crowded, straggler, in turn,
     own collectives, exposed, bucket, accumulation, unused, memory."""
     text: str
     """The problem, in one sentence."""

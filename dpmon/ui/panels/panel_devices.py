@@ -345,7 +345,8 @@ def render_host(
 
 
 def _no_gpu_rows(data: Mapping[str, Any], width: int) -> list[Row]:
-    reason, text = data.get("gpu_absent"), missing_value_reasons([data])
+    reason, fields = data.get("gpu_absent"), data.get("absent") or {}
+    text = missing_value_reasons([data], [name for name in fields if name != "energy_j"])  # the screen does not show it
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent

@@ -425,6 +425,16 @@ _GROWTH_FIELDS = (
     _list("omitted", "what was not looked at"),
     _ABSENT,
 )
+_FLOPS_FIELDS = (
+    *_IN_PROCESS,
+    _integer("step", "the step that was counted; it is in no metric"),
+    _integer("flops", "FLOPs of its forward and backward passes, without recomputation"),
+    _integer("recomputed_flops", "further FLOPs, which activation checkpointing repeated in the backward pass"),
+    _object("by_dtype", "all these FLOPs by the dtype of the operands"),
+    _integer("operators", "number of torch's operators that ran in the step"),
+    _list("uncounted", "names of operators without a counting rule; if there are any, the FLOPs are a lower bound"),
+    _text("reason", "why the FLOPs could not be counted; null if they were"),
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -477,6 +487,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("warning", "a message of dpmon", (*_IN_PROCESS, _text("text", "the message"))),
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
+        RecordSpec("flops", "the FLOPs of one step, counted for each new combination of input sizes", _FLOPS_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

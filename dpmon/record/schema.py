@@ -157,6 +157,23 @@ QUANTITIES = (
         label="copied to GPUs",
     ),
     Quantity(
+        "flops",
+        unit="FLOP",
+        meaning="FLOPs of the model: those of the step with the same calls that was counted, without recomputation",
+        metric="flops_total",
+        absent="no step with the same calls was counted before (see the records of kind flops)",
+        listed_elsewhere=True,
+    ),
+    Quantity(
+        "recomputed_flops",
+        unit="FLOP",
+        meaning="further FLOPs: activation checkpointing repeats them in the backward pass",
+        metric="recomputed_flops_total",
+        absent="nothing was recomputed, or `flops` is unknown",
+        absent_is_zero=True,
+        listed_elsewhere=True,
+    ),
+    Quantity(
         "synced",
         unit="passes",
         meaning="backward passes in which the ranks averaged their gradients",
@@ -205,12 +222,14 @@ the time of a step that has none of these, because a rank has AFTER_OTHER_KIND i
 
 
 TRAINING, EVALUATION, WARM_UP, STALLED, STARTUP, FORWARD_ONLY, AFTER_OTHER_KIND, MIXED_MODES = 0, 1, 2, 4, 8, 16, 32, 64
+COUNTED = 128
 """Flags of a step. TRAINING: a backward pass or an optimizer step ran in it. EVALUATION: neither ran, and all its calls
 were in eval mode or without gradients. FORWARD_ONLY: neither ran, but a call could have trained. WARM_UP: it is one of
 the first steps after the start or a mode switch, in which caches are filled and algorithms chosen. STALLED: the run
 stalled in it. STARTUP: it is the first step of a process, and waited long for its first batch or for other ranks.
 AFTER_OTHER_KIND: steps of other kinds ran in its process since the previous sync pass, and the other ranks may have
-waited for them. MIXED_MODES: the mode was switched between its calls."""
+waited for them. MIXED_MODES: the mode was switched between its calls. COUNTED: its
+FLOPs were counted, which takes time."""
 STEP_KINDS = {TRAINING: "training", EVALUATION: "evaluation", FORWARD_ONLY: "forward_only"}
 """The kinds of steps. Steps of each kind are numbered from 1 in their process."""
 
@@ -220,7 +239,7 @@ def step_kind(flags: int) -> int:
     return flags & (EVALUATION | FORWARD_ONLY)
 
 
-EXCLUDED = STALLED | STARTUP | MIXED_MODES
+EXCLUDED = STALLED | STARTUP | MIXED_MODES | COUNTED
 """Flags of steps that no metric includes."""
 WARM_UP_STEPS = 5
 """Number of warm-up steps after the start or a mode switch."""

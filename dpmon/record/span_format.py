@@ -49,6 +49,8 @@ class Kind:
     """The value from which a backward pass started: a 64-bit float in place of sizes. Its start is that of the pass."""
     CLOSURE = 22
     """The closure of an optimizer step: code of the script, which is no part of the optimizer phase."""
+    FLOPS = 23
+    """FLOPs are counted from here until the end of the step."""
 
 
 DOING = {

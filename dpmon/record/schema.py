@@ -62,7 +62,7 @@ class Quantity:
     absent: str
     """Why a step may lack it."""
     absent_is_zero: bool = False
-    """Whether a step without it has zero of it, and its record omits it; otherwise, it is unknown there."""
+    """Whether the record of a step without it omits it: it has zero of it, or unknown FLOPs. Otherwise, it is null."""
     label: str = ""
     """Its name next to its numbers, if `name` does not read well there."""
     listed_elsewhere: bool = False
@@ -162,6 +162,7 @@ QUANTITIES = (
         meaning="FLOPs of the model: those of the step with the same calls that was counted, without recomputation",
         metric="flops_total",
         absent="no step with the same calls was counted before (see the records of kind flops)",
+        absent_is_zero=True,
         listed_elsewhere=True,
     ),
     Quantity(

@@ -148,14 +148,14 @@ class SpanRecorder:
         """Number of calls since the last fetch or optimizer step of the training thread."""
         self.max_recent_calls = 0
         """If `recent_calls` exceeds this number, a step may begin at a call."""
-        self.optimizer_steps = 0
-        """Number of optimizer steps."""
-        self.backward_passes = 0
-        """Number of finished backward passes."""
         self.is_between_steps = False
         """Whether no call has begun since the last boundary of two steps."""
         self.counting_mode: Any = None
         """The `FlopCounter` while it counts a step; else None."""
+        self.optimizer_steps = 0
+        """Number of optimizer steps."""
+        self.backward_passes = 0
+        """Number of finished backward passes."""
         self.handled_pause = 0
         """The last pause request that was handled."""
         self.put: Callable[[int, int, int, int], int] = self._keep_span

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from dpmon.assemble.boundary_state import BoundaryTimeout, OpenStep, OptimizerCycle, kind_of_call
 from dpmon.assemble.event_queue import QueuedEvent
-from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
+from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, Block
 from dpmon.assemble.step_row_builder import Item, StepRowBuilder, end_without_overhead
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.history_rows import Definitions
@@ -28,7 +28,7 @@ MAX_HELD = 1 << 14
 """How many blocks are held. A longer step is divided."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
-_CALL_STARTS = (Kind.SCATTER, Kind.REPLICATE)
+_CALL_STARTS = (Kind.SCATTER, Kind.REPLICATE, Kind.FLOPS)
 MAX_CALLS = 16
 """Under BY_CALL, a step with more calls than this ends at the next call of any module."""
 
@@ -264,10 +264,10 @@ class StepBoundaryFinder:
         """End the open step, which has calls, if this block begins another step."""
         has_learning_call = any(call.flags & LEARNS for call in block.calls)
         index, start = len(self.held), block.span.start
-        if block.span.kind in PRIMITIVES:  # the scatters and replicates before it belong to the call
-            while index and isinstance(item := self.held[index - 1], Block) and item.span.kind in _CALL_STARTS:
-                index -= 1
-                start = item.span.start
+        # The scatters and replicates before it belong to the call.
+        while index and isinstance(item := self.held[index - 1], Block) and item.span.kind in _CALL_STARTS:
+            index -= 1
+            start = item.span.start
         step, rule = self._step, self._rule
         starts_training = step.only_evaluates and has_learning_call
         if not (step.only_evaluates and step.last_evaluated in self._learning_modules):

@@ -14,6 +14,7 @@ from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, BatchCounts, StepTotals
 from dpmon.record.history_rows import Definitions, Layout
 from dpmon.record.record_types import MAX_SPANS, CallRow, count_rows, count_tokens, mode_of
+from dpmon.record.schema import COUNTED as COUNTED_STEP
 from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
@@ -47,6 +48,9 @@ class StepRowBuilder:
         self._masks: dict[int, tuple[float, float]] = {}
         """By Flag.GRAD of their calls: decayed sums of the nonzero values, and of all values, of attention masks."""
         self._totals = StepTotals()
+        self._counted_totals: StepTotals | None = None
+        """The totals of the last step if its FLOPs were counted from its first call on."""
+        self._flops_by_shape: dict[object, dict[str, int]] = {}
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
 
     # ------------------------------------------------------------------------------------------ steps
@@ -77,6 +81,7 @@ class StepRowBuilder:
         `kind`: the kind of the step. `numbered`: whether the step gets a number.
         """
         totals = self._totals = StepTotals()
+        self._counted_totals = None
         totals.number, totals.kind = self.numbers[kind] + 1 if numbered else 0, kind
         last_started = self.number + (kind == TRAINING)
         times, spans, thread = totals.times, totals.spans, self.thread
@@ -99,6 +104,8 @@ class StepRowBuilder:
                         totals.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
                     if flags & _NOT_PLAIN or phase == COPY:
                         totals.note_timing(span, phase)
+            if kind == Kind.FLOPS:
+                totals.counted, self._counted_totals = COUNTED_STEP, None if totals.calls else totals
             if calls or kind in PRIMITIVES:
                 self._record_calls(item)
             if kind == Kind.BACKWARD or (contents is not None and contents.backward):
@@ -111,6 +118,8 @@ class StepRowBuilder:
             totals.truncate_spans()
         del totals.timed[MAX_TIMED + 1 :]
         self._call_builder.flush_all()
+        if self._flops_by_shape:
+            totals.counts.update(self._flops_by_shape.get(totals.shape, {}))
         return totals
 
     # ------------------------------------------------------------------------------------------ calls
@@ -218,6 +227,9 @@ class StepRowBuilder:
 
     def place_event(self, event: QueuedEvent, step: int) -> None:
         """Queue an event that happened now. `step`: the last step that has started."""
+        if event.kind == "flops" and event.data["flops"] is not None and self._counted_totals is not None:
+            figures = {name: event.data[name] for name in ("flops", "recomputed_flops") if event.data[name]}
+            self._flops_by_shape[self._counted_totals.shape] = figures
         if event.fill == "next":
             self.awaiting_events.append(event)
         else:

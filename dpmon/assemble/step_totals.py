@@ -55,6 +55,8 @@ class StepTotals(PhaseSums):
     calls of other models or an optimizer step."""
     stepped = False
     """Whether an optimizer has stepped."""
+    counted = 0
+    """COUNTED if its FLOPs were counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +65,11 @@ class StepTotals(PhaseSums):
         self.calls: list[CallRow] = []
         self.call_times: dict[int, PendingTimes] = {}
         """Device times of the calls that are still to come, by index in `calls`."""
+
+    @property
+    def shape(self) -> object:
+        """What decides its FLOPs: layouts and inputs of its calls, and the number of its backward passes."""
+        return tuple([(call.layout, call.inputs, call.flags & Flag.GRAD) for call in self.calls]), self.backwards
 
     def note_timing(self, span: Span, phase: int) -> None:
         """Note whether a span without inner spans has device times."""
@@ -109,7 +116,8 @@ class StepTotals(PhaseSums):
         phases["other"] = max(0, wall_ns - sum(phases.values()))
         known_samples = counts.samples if counts.samples >= 0 else None
         values = self.number, self.mode, start_ns, wall_ns, known_samples, phases, self.counts, spans
-        row = Step(0, None, *values, self.missing_spans, batches=batches, kind=self.kind, calls=self.calls)
+        kind = self.kind | self.counted
+        row = Step(0, None, *values, self.missing_spans, batches=batches, kind=kind, calls=self.calls)
         pending = None
         if self.skipped:
             row = row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)

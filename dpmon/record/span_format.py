@@ -51,6 +51,8 @@ class Kind:
     """The closure of an optimizer step: code of the script, which is no part of the optimizer phase."""
     MASK = 23
     """An attention mask: the number of its nonzero values in place of inputs, that of all values for outputs."""
+    FLOPS = 24
+    """FLOPs are counted from here until the end of the step."""
 
 
 DOING = {

@@ -150,6 +150,7 @@ class RingIntake:
         """Add a step that began at `start_ns` (since the run's start). `called`: its calls as JSON."""
         process, mode, end_ns, calls = self.row.process, row.mode, start_ns + row.wall_ns, row.calls
         kind, sync_number = row.kind | self._warm_up_flag(mode), row.sync_number
+        row = row._replace(kind=step_kind(kind))
         if sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
             self._ran_other_kind = False

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.schema import REST, STEP, step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.steps import MEASURED, StepRow
-from dpmon.store.table import CHANGING, MAX, MIN, SEQ, SKETCH, SUM, WITH_TALLY, StoreTable
+from dpmon.store.table import CHANGING, FLOAT_SUM, MAX, MIN, SEQ, SKETCH, SUM, WITH_TALLY, StoreTable
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey, read_keys
 from dpmon.store.time_buckets import END_S, WIDTHS, existing_widths, starts_query
@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS series (
     width INTEGER NOT NULL, start_s INTEGER NOT NULL, key INTEGER NOT NULL,
     name    TEXT NOT NULL,
     count   INTEGER NOT NULL,    -- steps with a value
-    total   INTEGER NOT NULL,    -- the sum of the values
+    total   INTEGER NOT NULL,    -- the sum of the values; REAL from 2^63 on, as FLOPs of hours are
     sketch  BLOB NOT NULL,       -- dpmon.store.quantile_sketch
     PRIMARY KEY (width, start_s, key, name)
 ) WITHOUT ROWID;
@@ -82,7 +82,7 @@ class SeriesRow:
     key: int
     name: str
     count: int
-    total: int
+    total: float
     sketch: bytes
 
 
@@ -102,7 +102,7 @@ TALLIES = StoreTable(
     sent=CHANGING,
 )
 SERIES = StoreTable(
-    "series", SeriesRow, SERIES_SCHEMA, combined={"count": SUM, "total": SUM, "sketch": SKETCH}, sent=WITH_TALLY
+    "series", SeriesRow, SERIES_SCHEMA, combined={"count": SUM, "total": FLOAT_SUM, "sketch": SKETCH}, sent=WITH_TALLY
 )
 _NOTE_CHANGE = f"UPDATE tallies SET seq = {SEQ} WHERE width = ? AND start_s = ? AND key = ?"
 """Notes that a series of a tally has changed."""

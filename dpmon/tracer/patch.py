@@ -54,6 +54,7 @@ from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
 from dpmon.tracer.note_files import append_note
 from dpmon.tracer.responder_thread import ResponderThread
 from dpmon.tracer.steps.copies import CopyTracer
+from dpmon.tracer.steps.flop_counting import FlopCounter
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
 from dpmon.tracer.steps.optimizers import OptimizerTracer, PreHooks
@@ -92,7 +93,8 @@ def install() -> None:
     modes = ModeDecider(session, originals)
     modules = TracedModules(session, modes)
     split_runner = SplitRunner(session, recorder, modes, modules, originals)
-    call_tracer = CallTracer(session, recorder, modes, modules, split_runner)
+    flops = FlopCounter(recorder)
+    call_tracer = CallTracer(session, recorder, modes, modules, split_runner, flops)
     primitives = PrimitiveTracer(session, recorder, modes, modules, originals)
     roots = RootFinder(session, recorder, call_tracer)
     memory, walker = MemoryTracer(session, recorder, modules), GrowthWalker(session, recorder)
@@ -103,12 +105,13 @@ def install() -> None:
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
-            recorder.schedule_poll()
+            recorder.poll_due = 0
 
     session.on_give_up = recorder.stop_writing
     recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
-    recorder.on_poll = lambda now: min(part.poll(now) for part in (roots, memory, collectives, walker, losses))
+    polled = (flops, roots, memory, collectives, walker, losses)
+    recorder.on_poll = lambda now: min(part.poll(now) for part in polled)
 
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
@@ -142,7 +145,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (*parts, walker, responder)]
+    resets = [part.reset for part in (flops, *parts, walker, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()

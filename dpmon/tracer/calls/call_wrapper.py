@@ -26,6 +26,7 @@ from dpmon.tracer.core.module_tables import in_training_mode
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.device_timing import PhaseTimer
 from dpmon.tracer.modes.mode_decision import ModeDecider
+from dpmon.tracer.steps.flop_counting import FlopCounter
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 REQUEST = HeaderWord.REQUEST
@@ -44,6 +45,7 @@ class CallTracer:
     modes: ModeDecider
     traced_modules: TracedModules
     split_runner: SplitRunner
+    flops: FlopCounter
 
     # ---------------------------------------------------------------- the wrapper
 
@@ -149,6 +151,10 @@ class CallTracer:
                 inputs = self.session.input_definition(args, kwargs, traced_module.input_cache)
                 if recorder.on_inputs is not None and thread is recorder.training_thread:
                     recorder.on_inputs(args, kwargs)
+                if outer_kind == 0:
+                    if (shape := inputs | traced_module.layout_bits) not in self.flops.known:
+                        self.flops.handle_call(thread, module, shape)
+                    recorder.is_between_steps = False
                 if recorder.device_timer is not None:
                     phase_timer = recorder.device_timer.begin_call(thread, traced_module.gpus)
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script

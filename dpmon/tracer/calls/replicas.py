@@ -12,6 +12,8 @@ from collections import OrderedDict
 from time import monotonic_ns
 from typing import Any
 
+import torch
+
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.calls.traced_modules import TracedModule
 from dpmon.tracer.core.hidden_frames import drop_frames
@@ -63,6 +65,8 @@ class ReplicaProbe:
                 return
             thread = recorder.current_thread_state()
             self._outer_kind, thread.open_kind = thread.open_kind, Kind.REPLICA  # no roots inside a replica
+            if recorder.counting_mode is not None and thread is not recorder.training_thread:
+                torch._C._push_on_torch_dispatch_stack(recorder.counting_mode)
             input_cache, _ = self._caches
             self._inputs = recorder.session.input_definition(args, kwargs, input_cache)
             if self._probes.timer is not None:
@@ -86,7 +90,7 @@ class ReplicaProbe:
             self._depth -= 1
             if self._depth:
                 return
-            recorder.current_thread_state().open_kind = self._outer_kind
+            self._leave_thread()
             if result is None and sys.exc_info()[1] is not None:
                 self._write_failed(end_ns)
                 return
@@ -97,6 +101,13 @@ class ReplicaProbe:
                 probes.has_odd_result = True
         except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
             recorder.session.count_error("inputs and outputs of a replica", error)
+
+    def _leave_thread(self) -> None:
+        recorder = self._probes.recorder
+        thread = recorder.current_thread_state()
+        thread.open_kind = self._outer_kind
+        if recorder.counting_mode is not None and thread is not recorder.training_thread:
+            torch._C._pop_torch_dispatch_stack(None)
 
     def _write_failed(self, end_ns: int) -> None:
         """Write the span of a replica that raised."""
@@ -140,7 +151,7 @@ class ReplicaProbe:
         """Handle an exception of the module on this thread. Never raises."""
         with self._probes.recorder.session.guard("inputs and outputs of a replica", fatal=False):
             self._depth = 0
-            self._probes.recorder.current_thread_state().open_kind = self._outer_kind
+            self._leave_thread()
             self._write_failed(monotonic_ns())
 
 

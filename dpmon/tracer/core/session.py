@@ -143,6 +143,8 @@ class Session:
         self._early_events: list[tuple[str, dict[str, Any]]] = []
         """Kind and fields of the events before the ring was open."""
         self._fault_counts: dict[str, int] = {}
+        self.has_captured_graph = False
+        """Whether the script has captured a CUDA graph, as far as it was seen."""
         self.ring: SpanRing | None = None
         self._is_open = False
         """Whether the ring is open and `on_open` has run."""

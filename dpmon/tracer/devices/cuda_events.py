@@ -6,7 +6,7 @@ An event recorded during a capture would become a part of the graph, and a query
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ _cuda: Any = torch.cuda  # its type hints differ between versions of torch
 MAX_STREAMS = 256
 
 
-def watch_captures(classes: Iterable[Any], guard: AbstractContextManager[object]) -> IdentityTable[bool]:
+def watch_captures(classes: Iterable[Any], session: Session) -> IdentityTable[bool]:
     """Wrap the methods of classes such as torch.cuda.CUDAGraph; return the graphs that are being captured.
 
     Any thread may begin and end a capture. During a capture in "global" mode, torch's usual mode, CUDA refuses
@@ -28,8 +28,10 @@ def watch_captures(classes: Iterable[Any], guard: AbstractContextManager[object]
     the state of the current stream. A deleted graph no longer counts, even if its capture never ended.
     """
     graphs: IdentityTable[bool] = IdentityTable()
+    guard = session.guard("capture of a graph", fatal=False)
 
     def on_begin(graph: object, *_: object, **__: object) -> None:
+        session.has_captured_graph = True
         graphs.set(graph, True)
 
     def on_error(error: object, graph: object, *_: object, **__: object) -> None:
@@ -53,7 +55,7 @@ def watch_captures(classes: Iterable[Any], guard: AbstractContextManager[object]
 def _captures(session: Session) -> IdentityTable[bool]:
     """Watch captures from the first call on, before the first timed phase; earlier captures are missed."""
     classes = (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None))
-    return watch_captures(classes, session.guard("capture of a graph", fatal=False))
+    return watch_captures(classes, session)
 
 
 class TorchEvents:

@@ -140,7 +140,7 @@ class SpanRecorder:
         self.has_run_backward = False
         """Whether the training thread has run a backward pass."""
         self.poll_due = 0
-        """When to call `on_poll` between two steps (monotonic ns)."""
+        """When to call `on_poll` between two steps (monotonic ns); 0: when the next step ends."""
         self.steps_without_call = 0
         """Number of fetches and optimizer steps of the training thread since the last call."""
         self.steps_since_fetch = MAX_STEPS_WITHOUT_FETCH
@@ -150,6 +150,10 @@ class SpanRecorder:
         """Number of calls since the last fetch or optimizer step of the training thread."""
         self.max_recent_calls = 0
         """If `recent_calls` exceeds this number, a step may begin at a call."""
+        self.is_between_steps = False
+        """Whether no call has begun since the last boundary of two steps."""
+        self.counting_mode: Any = None
+        """The `FlopCounter` while it counts a step; else None."""
         self.optimizer_steps = 0
         """Number of optimizer steps."""
         self.backward_passes = 0
@@ -237,6 +241,8 @@ class SpanRecorder:
         flags = Flag.FAILED
         if isinstance(error, StopIteration):
             flags |= Flag.EXHAUSTED
+        elif self.counting_mode is not None:
+            self.counting_mode.reason = "the step raised an exception"
         try:
             now = monotonic_ns()
             self.open_kinds[thread.number] = thread.open_kind
@@ -414,6 +420,7 @@ class SpanRecorder:
         """Pause or poll between two steps if it is due. Raises only exceptions of signal handlers during a pause."""
         if thread.open_kind or (thread is not self.training_thread and self.training_thread is not None):
             return
+        self.is_between_steps = True
         words = self.words
         if words[PAUSE] != self.handled_pause:
             try:
@@ -424,10 +431,6 @@ class SpanRecorder:
         if now >= self.poll_due:
             self.poll_due = now + POLL_RETRY_NS  # if an interrupt ends it
             self.poll_due = self.on_poll(now)
-
-    def schedule_poll(self) -> None:
-        """Call `on_poll` when the next step ends."""
-        self.poll_due = 0
 
     def at_exit(self) -> None:
         """Record the end of the process; mark the ring as ended unless another thread may still train. Never raises."""

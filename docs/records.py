@@ -227,6 +227,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 {items("epochs[].", members_of(EPOCHS), "an epoch", _EPOCH)}
 - `efficiency.text`, `.mfu`, `.hfu`, `.flops_per_s`, `.peak_flops_per_s`, `.reachable_flops_per_s`, `.dtype`,
   `.is_lower_bound`, `.absent.*`: [how good it is](how-good.md), of all ranks together
+- `efficiency.joules_per_sample`: energy of the run's devices by its samples
 - `efficiency.ranks[].process`, `.flops_per_s`: that of each
 - `losses[].process`, `.place`, `.loss`, `.smoothed`, `.step`, `.t_s`, `.absent.*`: the newest
   [loss](tracing.md#losses) at a line that calls backward

@@ -8,7 +8,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.gpu_peaks import find_peak, short_dtype
-from dpmon.text.formatting import format_flops, format_percent, format_three_digits
+from dpmon.text.formatting import format_compact, format_flops, format_percent, format_three_digits
 
 if TYPE_CHECKING:
     from dpmon.model.device_usage import DeviceUsage
@@ -41,6 +41,8 @@ class Efficiency(NamedTuple):
     """Why the FLOPs or the peak are unknown."""
     ranks: Mapping[int, float] = {}
     """The FLOPs per second of each process."""
+    joules_per_sample: float | None = None
+    """Energy of the run's devices, divided by the samples of the same time."""
 
     @property
     def mfu(self) -> float | None:
@@ -63,7 +65,12 @@ class Efficiency(NamedTuple):
     @property
     def line(self) -> str:
         """All that is known, in one line: "MFU 38% · 412k tokens/s · 0.9 J/sample"; empty if nothing is."""
-        return " · ".join(filter(None, [self.figure]))
+        parts = [self.figure]
+        if self.rate is not None and self.rate.tokens_per_s is not None:
+            parts.append(f"{format_compact(self.rate.tokens_per_s)} tokens/s")
+        if self.joules_per_sample is not None:
+            parts.append(f"{format_compact(self.joules_per_sample)} J/sample")
+        return " · ".join(filter(None, parts))
 
     @property
     def text(self) -> str:

@@ -46,5 +46,6 @@ def find_peak(name: str | None, shares: Mapping[str, float]) -> tuple[float | No
     """
     boost_mhz, *tflops = PEAKS.get(name or "", (None,))
     peaks = dict(zip(_DTYPES, tflops, strict=False))
+    peaks["tf32"] = peaks.get("tf32") or peaks.get("fp32")  # GPUs before Ampere have none
     times = [share / (peaks.get(short_dtype(dtype)) or math.nan) for dtype, share in shares.items()]
     return (None if math.isnan(sum(times)) else 1e12 / sum(times)), boost_mhz

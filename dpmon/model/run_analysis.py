@@ -22,6 +22,7 @@ from dpmon.model.communication import Communication, Wrapper, build_communicatio
 from dpmon.model.device_memory import DeviceMemory, memory_of_processes
 from dpmon.model.device_usage import DeviceHistory, DeviceSampleCache, DeviceUsage, HostUsage, SampledDevices
 from dpmon.model.efficiency import Efficiency, build_efficiency
+from dpmon.model.energy import read_energy
 from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
@@ -97,6 +98,8 @@ _STEPS_SEARCHED_A_SECOND = 1000
 """If more steps than this are searched for the longest ones, they are searched less often."""
 _MAX_STALLS = 4
 """Most stalls that are left out of the comparison of ranks: older ones are before its time range."""
+ENERGY_WINDOW_S, ENERGY_AGE_S = 60, 20
+"""Time (s) over which the energy of a sample is computed, and after which it is computed again."""
 MAX_LONG_STEPS = 64
 """Most long steps to read per mode, and to judge in total."""
 MAX_GAPS = 10_000
@@ -510,16 +513,25 @@ class RunAnalysis(LazyFacts):
         return self.read_at_most_every(
             min(len(self.order) // RANKS_A_SECOND, MAX_AGE_S),
             ("efficiency", focus.process, focus.mode, self.order),
-            lambda: self._build_efficiency(window, recent.rate, start_s * SECOND),
+            lambda: self._build_efficiency(window, recent.rate, start_s),
         )
 
-    def _build_efficiency(self, window: StatsWindow, rate: Rate | None, since_ns: int = 0) -> Efficiency:
-        """Return the efficiency in the current mode. `since_ns`: start of the samples of GPUs; 0 for the whole run."""
-        if self.representative is None or not self.events.flops:
-            return Efficiency(rate)
-        gpus = SampledDevices(self.store, since_ns=since_ns).gpus if since_ns else self.device_usage
-        processes = [self.representative, *self._other_ranks]
-        return build_efficiency(processes, window, rate, self.events.flops, gpus)
+    def _build_efficiency(self, window: StatsWindow, rate: Rate | None, start_s: int = 0) -> Efficiency:
+        """Return the efficiency in the current mode. `start_s`: start of the samples of GPUs; 0 for the whole run."""
+        focus, efficiency = self.representative, Efficiency(rate)
+        if focus is not None and self.events.flops:
+            gpus = SampledDevices(self.store, since_ns=start_s * SECOND).gpus if start_s else self.device_usage
+            efficiency = build_efficiency([focus, *self._other_ranks], window, rate, self.events.flops, gpus)
+        joules = self.read_at_most_every(ENERGY_AGE_S, ("energy", start_s == 0), lambda: self._read_joules(start_s))
+        return efficiency._replace(joules_per_sample=joules)
+
+    def _read_joules(self, start_s: int) -> float | None:
+        """Return the energy per sample (J) since a minute before `start_s`; of the whole run if that is 0."""
+        if start_s == 0:
+            return read_energy(self.store).joules_per("samples", self.window.tally(None))
+        start_s = max(start_s - ENERGY_WINDOW_S, 0)
+        window = StatsWindow(self.store, start_s, series=("samples",))
+        return read_energy(self.store, start_s).joules_per("samples", window.tally(None))
 
     def _read_sampled(self) -> tuple[CollectiveSums, int]:
         focus = self.representative

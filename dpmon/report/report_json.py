@@ -207,10 +207,10 @@ def loss_fields(curve: LossCurve) -> dict[str, object]:
 
 def efficiency_fields(efficiency: Efficiency) -> dict[str, object]:
     """Return how good the training is, and the FLOPs per second of each process."""
-    names = "flops_per_s", "peak_flops_per_s", "reachable_flops_per_s", "mfu", "hfu", "dtype", "is_lower_bound"
+    flops = "flops_per_s", "peak_flops_per_s", "reachable_flops_per_s", "mfu", "hfu", "dtype", "is_lower_bound"
     ranks = [{"process": process, "flops_per_s": flops_per_s} for process, flops_per_s in efficiency.ranks.items()]
     absent = {} if efficiency.reason is None else {"mfu": efficiency.reason}
-    members = {"text": efficiency.line or None, **fields_of(efficiency, *names), "absent": absent}
+    members = {"text": efficiency.line or None, **fields_of(efficiency, *flops, "joules_per_sample"), "absent": absent}
     return {**members, "ranks": ranks} if ranks else members
 
 

@@ -99,6 +99,8 @@ class FlopCounter:
             return False
         flops = self._rules[name](*args, **kwargs, out_val=result)
         dtype = str(tensors[1].dtype).removeprefix("torch.")  # the first tensor may be a bias
+        if dtype == "float32" and tensors[1].is_cuda and _allows_tf32(name):
+            dtype = "tf32"
         figures["by_dtype"][dtype] = figures["by_dtype"].get(dtype, 0) + flops
         is_in_backward = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         figures["recomputed_flops" if is_in_backward and _is_in_checkpoint() else "flops"] += flops
@@ -184,3 +186,10 @@ def _is_in_checkpoint() -> bool:
     frames = takewhile(lambda frame: frame.f_code.co_name != "_engine_run_backward", iter_callers(sys._getframe()))
     codes = (frame.f_code for frame in frames)
     return any("checkpoint" in f"{code.co_filename} {code.co_qualname}".lower() for code in codes)
+
+
+def _allows_tf32(name: str) -> bool:
+    """Return whether torch may compute an operator on float32 tensors with tf32 on a GPU."""
+    if "conv" in name:
+        return torch._C._get_cudnn_allow_tf32()
+    return torch._C._get_float32_matmul_precision() != "highest"

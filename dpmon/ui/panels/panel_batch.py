@@ -15,7 +15,6 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import (
-    format_compact,
     format_count,
     format_duration,
     format_percent,
@@ -94,8 +93,6 @@ def panel_title(screen: ScreenData, width: int) -> tuple[Row, Row]:
         (" p95", stats.p95_ns, ""),
     ):
         corner += [(name, "dim"), (align_right(format_duration(value), 8), text_style)]
-    if stats.rate is not None and stats.rate.tokens_per_s is not None:
-        corner += [(align_right(format_compact(stats.rate.tokens_per_s), 7), "bold"), (" tokens/s", "dim")]
     kind: Row = []
     if stats.kind != TRAINING:
         kind = [(" · ", "dim"), (screen.state.kind_words[stats.kind], "wait")]

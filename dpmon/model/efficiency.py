@@ -75,16 +75,20 @@ class Efficiency(NamedTuple):
     @property
     def text(self) -> str:
         """The figure with what it comes from, "MFU 38% (bf16, 376 of 989 TFLOP/s)", or why there is no MFU."""
-        if not (self.flops_per_s and self.peak_flops_per_s and self.reachable_flops_per_s):
-            return "; ".join(filter(None, [self.figure, f"MFU unknown: {self.reason}"]))
-        flops = self.flops_per_s, self.peak_flops_per_s, self.reachable_flops_per_s
-        used, peak, reachable = (format_three_digits(each / 1e12) for each in flops)
-        notes = [self.dtype, f"{used} of {peak} TFLOP/s"]
-        if reachable != peak:
-            notes.append(f"throttled clocks allow {reachable}")
+        if self.flops_per_s is None or self.rate is None:
+            return f"FLOPs and MFU unknown: {self.reason}"
+        notes = [self.dtype, f"{format_flops(self.flops_per_s / self.rate.steps_per_s).removesuffix('/s')} a step"]
+        if self.peak_flops_per_s and self.reachable_flops_per_s:
+            flops = self.flops_per_s, self.peak_flops_per_s, self.reachable_flops_per_s
+            used, peak, reachable = (format_three_digits(each / 1e12) for each in flops)
+            notes[1:] = [f"{used} of {peak} TFLOP/s"]
+            if reachable != peak:
+                notes.append(f"throttled clocks allow {reachable}")
         if self.recomputed_share:
-            notes.append(f"HFU {format_percent(self.hfu)} with what is computed again")
-        return f"{self.figure} ({', '.join(notes)})"
+            again = f"{format_percent(self.recomputed_share)} more" if self.hfu is None else f"HFU {format_percent(self.hfu)}"
+            notes.append(f"{again} with what is computed again")
+        text = f"{self.figure} ({', '.join(notes)})"
+        return text if self.reason is None else f"{text}; MFU unknown: {self.reason}"
 
 
 def build_efficiency(
@@ -103,8 +107,10 @@ def build_efficiency(
     own = [record for record in records if record["process"] in tallies]
     counted = [record for record in own if record["flops"]]
     known_share = min(flops[process].count / max(tally.steps, 1) for process, tally in tallies.items())
-    if rate is None or not counted or known_share < MIN_KNOWN_SHARE:
-        reason = next((record["reason"] for record in own if record["reason"]), "at most 8 input shapes are counted")
+    if not counted:
+        return Efficiency(rate, reason=next((record["reason"] for record in own), Efficiency().reason))
+    if rate is None or known_share < MIN_KNOWN_SHARE:
+        reason = "the others have other calls or input shapes, and at most 8 steps are counted"
         return Efficiency(rate, reason=f"the FLOPs of {format_percent(known_share)} of the steps are known: {reason}")
     by_dtype = sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
     shares = {dtype: count / by_dtype.total() for dtype, count in by_dtype.most_common()}

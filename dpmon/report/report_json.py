@@ -210,6 +210,8 @@ def efficiency_fields(efficiency: Efficiency) -> dict[str, object]:
     flops = "flops_per_s", "peak_flops_per_s", "reachable_flops_per_s", "mfu", "hfu", "dtype", "is_lower_bound"
     ranks = [{"process": process, "flops_per_s": flops_per_s} for process, flops_per_s in efficiency.ranks.items()]
     absent = {} if efficiency.reason is None else {"mfu": efficiency.reason}
+    if efficiency.joules_per_sample is None:
+        absent["joules_per_sample"] = "no energy of a GPU of the run, or of the CPUs, was read, or samples are unknown"
     members = {"text": efficiency.line or None, **fields_of(efficiency, *flops, "joules_per_sample"), "absent": absent}
     return {**members, "ranks": ranks} if ranks else members
 

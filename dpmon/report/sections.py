@@ -41,7 +41,8 @@ from dpmon.text.formatting import (
 
 Row = TypeVar("Row")
 
-SUMMARY_TITLES = ("Findings", "Time", "Steps", "Phases", "Ranks", "Calls", "Replicas", "Stages", "Memory")
+_OF_STEPS = "Steps", "Phases", "Ranks", "Calls", "Replicas", "Stages", "Memory", "How good"
+SUMMARY_TITLES = ("Findings", "Time", *_OF_STEPS)
 """The first sections, which are the summary at the end of a run."""
 MAX_EPOCHS = 12
 _MAX_STAGES = 8
@@ -67,9 +68,9 @@ def build_document(report: ReportData) -> Document:
         Section("Replicas" if has_replicas else "Calls", _replica_tables(run)),
         Section("Stages", _stage_parts(run), " (parts of the model on several devices)"),
         Section("Memory", _memory_parts(run), " as torch counts it"),
+        Section("How good", _paragraphs([run.whole_efficiency.text] if run.steps else ())),
         Section("Epochs", _epoch_parts(run), process_suffix(run.progress.process, run)),
         Section("Loss", [*_loss_parts(run), *plots.get("loss", ())]),
-        Section("How good", _paragraphs([run.whole_efficiency.text] if run.steps else ())),
         Section("Communication", _communication_tables(run)),
         Section("dp vs. single", _paragraphs(comparison_sentences)),
         Section("Devices", [*_device_parts(run), *plots.get("use", ()), *plots.get("memory", ())]),

@@ -95,8 +95,8 @@ def _message(error: BaseException | None) -> str:
     is_builtin = isinstance(type(error).__str__, WrapperDescriptorType)
     if error is None or not is_builtin or not all(type(value) in _SAFE_TYPES for value in error.args):
         return ""
-    lines = str(error).strip().splitlines()
-    return lines[0][:MAX_CHARACTERS] if lines else ""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line[:MAX_CHARACTERS] for line in lines if line.strip("=-")), "")  # torchrun's begins with a rule
 
 
 def _traceback_frames(traceback: TracebackType | None) -> list[_Frame]:

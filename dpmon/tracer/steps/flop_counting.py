@@ -66,14 +66,16 @@ class FlopCounter:
         """Call an operator, and count it. Raises only what the operator raises."""
         kwargs, caller = kwargs or {}, sys._getframe().f_back or sys._getframe()
         code = _CALL_CODE.replace(co_filename=caller.f_code.co_filename, co_firstlineno=caller.f_lineno)
-        try:  # warnings blame the line of the caller
-            result = FunctionType(code, caller.f_globals)(getattr(func, "_op", func), args, kwargs)
+        call_operator = FunctionType(code, caller.f_globals)  # warnings blame the line of the caller
+        del caller  # it is this frame on threads of autograd, and the cycle would keep the tensors
+        try:
+            result = call_operator(getattr(func, "_op", func), args, kwargs)
         except BaseException as error:
             self.reason = "an operator raised an exception"
             drop_frames(error)
             if (entry := error.__traceback__) is not None and entry.tb_frame.f_code is code:
                 error.__traceback__ = entry.tb_next
-            del args, kwargs, caller, entry
+            del args, kwargs, entry
             raise
         name = str(getattr(func, "overloadpacket", func)).replace("_for_cpu", "")
         try:

@@ -44,7 +44,6 @@ class FlopCounter:
 
     def __init__(self, recorder: SpanRecorder) -> None:
         self._recorder = recorder
-        self._lock = Lock()
         self._rules: dict[str, Any] = {}
         """torch's rules by name of the operator."""
         self._figures: dict[str, Any] = {}
@@ -55,6 +54,7 @@ class FlopCounter:
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
+        self._lock = Lock()
         self._stop()
         self.known: Any = set()
         """Layout and input sizes of the calls that need no count; calls with others are passed to `handle_call`."""

@@ -104,7 +104,7 @@ def build_efficiency(
     counted = [record for record in own if record["flops"]]
     known_share = min(flops[process].count / max(tally.steps, 1) for process, tally in tallies.items())
     if rate is None or not counted or known_share < MIN_KNOWN_SHARE:
-        reason = next((record["reason"] for record in own if record["reason"]), "at most 8 input shapes are counted")
+        reason = next((record["reason"] for record in own if record["reason"]), "other calls than in counted steps")
         return Efficiency(rate, reason=f"the FLOPs of {format_percent(known_share)} of the steps are known: {reason}")
     by_dtype = sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
     shares = {dtype: count / by_dtype.total() for dtype, count in by_dtype.most_common()}

@@ -135,7 +135,7 @@ def test_throttled_clocks_lower_the_reachable_peak() -> None:
             [flops_event()],
             {"every": 2},
             {},
-            "the FLOPs of 50% of the steps are known: at most 8 input shapes are counted",
+            "the FLOPs of 50% of the steps are known: other calls than in counted steps",
         ),
         (
             [flops_event(flops=None, by_dtype=None, operators=None, reason="torch.compile is in use")],
@@ -270,7 +270,7 @@ def test_peaks_of_a_gpu_agree_with_each_other(name: str) -> None:
     bf16, fp16, tf32, fp32, fp8 = (peak_of(name, dtype) for dtype in dtypes)
     assert fp16 is not None
     assert bf16 in (fp16, None)
-    assert tf32 is None or tf32 == pytest.approx(fp16 / 2, rel=0.015)
+    assert tf32 == fp32 or tf32 == pytest.approx(fp16 / 2, rel=0.015), "without tf32, it is fp32"
     assert fp8 is None or fp8 == pytest.approx(2 * fp16, rel=0.015)
     assert fp32 is None or 1.9 < fp16 / fp32 < 20
 

@@ -37,7 +37,7 @@ class ReplicaProbe:
     """An observer of one replica in one call."""
 
     __slots__ = (
-        *("_caches", "_depth", "_flops", "_inputs", "_outer_kind", "_probes", "_start_ns", "_timer", "index", "module"),
+        *("_caches", "_depth", "_inputs", "_mode", "_outer_kind", "_probes", "_start_ns", "_timer", "index", "module"),
     )
 
     def __init__(self, probes: ReplicaProbes, index: int, size_caches: tuple[SizeCache, SizeCache]) -> None:
@@ -51,7 +51,7 @@ class ReplicaProbe:
         """Number of nested calls that are running."""
         self._outer_kind = 0
         """Kind of the enclosing span on its thread."""
-        self._flops: Any = None
+        self._mode: Any = None
         """The `FlopCounter` on its thread; None if it does not count there."""
         self._timer: Any = None
         """Its device time; None if it is not timed."""
@@ -69,9 +69,9 @@ class ReplicaProbe:
                 return
             thread = recorder.current_thread_state()
             self._outer_kind, thread.open_kind = thread.open_kind, Kind.REPLICA  # no roots inside a replica
-            self._flops = None if thread is recorder.training_thread else recorder.counting_mode
-            if self._flops is not None:
-                torch._C._push_on_torch_dispatch_stack(self._flops)
+            self._mode = None if thread is recorder.training_thread else recorder.counting_mode
+            if self._mode is not None:
+                torch._C._push_on_torch_dispatch_stack(self._mode)
             input_cache, _ = self._caches
             self._inputs = recorder.session.input_definition(args, kwargs, input_cache)
             if self._probes.timer is not None:
@@ -109,7 +109,7 @@ class ReplicaProbe:
 
     def _leave_thread(self) -> None:
         self._probes.recorder.current_thread_state().open_kind = self._outer_kind
-        if self._flops is not None:
+        if self._mode is not None:
             torch._C._pop_torch_dispatch_stack(None)
 
     def _write_failed(self, end_ns: int) -> None:

@@ -186,8 +186,7 @@ class FlopCounter:
 def _is_in_checkpoint() -> bool:
     """Return whether the code of a checkpoint runs on this thread, inside the backward pass."""
     frames = takewhile(lambda frame: frame.f_code.co_name != "_engine_run_backward", iter_callers(sys._getframe()))
-    codes = (frame.f_code for frame in frames)
-    return any("checkpoint" in f"{code.co_filename} {code.co_qualname}".lower() for code in codes)
+    return any("checkpoint" in f"{frame.f_code.co_filename} {frame.f_code.co_qualname}".lower() for frame in frames)
 
 
 def _allows_tf32(name: str) -> bool:

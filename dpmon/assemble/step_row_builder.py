@@ -221,7 +221,7 @@ class StepRowBuilder:
         """Add an attention mask. As much of later calls with a mask as in the newest masks is padding, and no token."""
         learns = mask.flags & Flag.GRAD
         nonzero, elements = self._masks.get(learns, (0.0, 0.0))
-        self._masks[learns] = nonzero * _MASK_DECAY + mask.inputs, elements * _MASK_DECAY + mask.outputs
+        self._masks[learns] = nonzero * _MASK_DECAY + mask.inputs, elements * _MASK_DECAY + max(mask.outputs, 1)
 
     # ------------------------------------------------------------------------------------------ events
 

@@ -85,8 +85,10 @@ class Efficiency(NamedTuple):
             if reachable != peak:
                 notes.append(f"throttled clocks allow {reachable}")
         if self.recomputed_share:
-            again = f"{format_percent(self.recomputed_share)} more" if self.hfu is None else f"HFU {format_percent(self.hfu)}"
-            notes.append(f"{again} with what is computed again")
+            more = f"{format_percent(self.recomputed_share)} more"
+            if self.mfu is not None:
+                more = f"HFU {format_percent(self.hfu)}"
+            notes.append(f"{more} with what is computed again")
         text = f"{self.figure} ({', '.join(notes)})"
         return text if self.reason is None else f"{text}; MFU unknown: {self.reason}"
 

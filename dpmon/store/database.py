@@ -66,7 +66,7 @@ sqlite3.register_adapter(bytes, bytes)
 _MAX_VALUE_BYTES = 64 << 20
 """Most bytes of a value that are read: a damaged database can name any length."""
 _FAILURES = (sqlite3.Error, OverflowError, MemoryError)
-DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError)
+DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 """What reading a damaged history raises."""
 
 

@@ -14,7 +14,7 @@ import pytest
 from dpmon.record.record_types import Event
 from support.fake_devices import FakeNvml, compile_fake_library
 from support.history_builders import read_report, write_run_directory
-from support.record_builders import Training
+from support.record_builders import Training, device_event
 
 FULL, IDLE, SLOW, ZERO, ABOVE, NONE, ALONE, DOWN, FAULTY = range(9)
 LINKS = {
@@ -100,7 +100,7 @@ def test_only_links_with_a_problem_are_found(samples: list[dict[str, Any]], stat
     directory = write_run_directory({0: Training().run(40), -1: own})
     texts = {finding.text: finding.advice for finding in read_report(directory).findings if finding.kind == "slow link"}
     assert sorted(texts) == [
-        "GPU 2's PCIe link runs at gen 1 x4 of gen 4 x16 while it is 97% busy: copies take up to 32 times as long.",
+        "GPU 2's PCIe link runs at gen 1 x4 of gen 4 x16 under load: copies take up to 32 times as long.",
         "GPU 7 has NVLinks down while others are up: GPUs exchange data more slowly.",
         "GPU 8's NVLinks repeat data or recover, which takes time.",
     ]
@@ -112,3 +112,10 @@ def test_one_slow_reading_or_one_on_anothers_gpu_is_not_found(samples: list[dict
     own = [Event("device", {**sample, "of_run": sample["index"] == SLOW}) for sample in once + others]
     directory = write_run_directory({0: Training().run(40), -1: own})
     assert "slow link" not in {finding.kind for finding in read_report(directory).findings}
+
+
+def test_each_link_has_its_own_evidence(state: Path) -> None:
+    own = [device_event(1.0, index, nvlink_errors=errors) for index, errors in ((0, 11), (1, 22))]
+    findings = read_report(write_run_directory({0: Training().run(40), -1: own})).findings
+    evidence = [finding.ground for finding in findings if finding.kind == "slow link"]
+    assert evidence == [f"{errors} replays and recoveries since the run's start" for errors in (11, 22)]

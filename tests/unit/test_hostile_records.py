@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dpmon.cli.main import main
 from dpmon.record.record_types import Event
 from dpmon.run.run_directory import load_exit, write_info
+from dpmon.store.database import DAMAGE
 from dpmon.ui.screen_data import PANELS, ScreenData, View
 from support.format_readers import HtmlPage, check_page_is_offline
 from support.history_builders import snapshot_of_directory, write_run_directory
-from support.record_builders import Training, device_event, host_event
+from support.record_builders import Training, device_event, flops_event, host_event, with_flops
 from support.ring_writers import SpanTraining as Spans
 from support.screen_states import screen_text
 
@@ -68,3 +71,33 @@ def test_no_text_of_a_record_controls_a_terminal_or_a_page(
         facts = ScreenData(shown, shown.newest_ns, is_command_alive=not over)
         for zoom in (None, *PANELS):
             assert not CONTROLS.search(screen_text(replace(facts, view=View(zoom=zoom)), 120, 40)), zoom
+
+
+@pytest.mark.parametrize(
+    ("flops", "gpu"),
+    [
+        ({"by_dtype": None}, {}),
+        ({"by_dtype": [1, 2]}, {}),
+        ({"by_dtype": {"bfloat16": float("inf")}}, {}),
+        ({"operators": 0}, {}),
+        ({"operators": 10**400}, {}),
+        ({"process": None}, {}),
+        ({}, {"ordinals": [{"process": [1], "device": 5}]}),
+        ({}, {"energy_j": "x", "sm_active_pct": "x"}),
+    ],
+)
+def test_no_count_of_flops_ends_the_report_or_the_screen(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    flops: dict[str, Any], gpu: dict[str, Any],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    name = {"name": "NVIDIA H100 80GB HBM3", "ordinals": [{"process": 0, "device": "cuda:0"}]}
+    training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False)
+    records = [*training.begin(), *with_flops(training.run(100), 10**13), flops_event(**flops)]
+    own = [device_event(float(second), 0, **{**name, **gpu}) for second in range(30)]
+    directory = write_run_directory({0: records, -1: own})
+    for words in (["report"], ["attach", "--headless"]):
+        assert main(words) == 0 or "the history is damaged" in capfd.readouterr().err
+    shown = snapshot_of_directory(directory, over=False)
+    with suppress(*DAMAGE):  # the screen goes back to its last picture then
+        screen_text(ScreenData(shown, shown.newest_ns, is_command_alive=True), 120, 40)

@@ -82,6 +82,15 @@ def test_padding_is_estimated_from_the_newest_masks() -> None:
     assert tokens == [512, 256, 512, 256, pytest.approx(512, abs=2), 128, tokens[4]]
 
 
+def test_an_empty_mask_hides_no_tokens_later() -> None:
+    script = Script()
+    script.makes_optimizer()
+    for masks in ([(0, 0)], [(512, 512)] * 60):
+        texts(script, has_mask=True, masks=masks)
+    script.fetch(over=True)
+    assert assemble_script(script).steps[-1].quantity("tokens") == pytest.approx(512, rel=0.01)
+
+
 # ------------------------------------------------------------------------------------------ in the tracer
 
 

@@ -52,7 +52,7 @@ multiprocessors are active, or if an operator takes less time there: a kernel of
 _LINK_PROBLEMS = {
     "pcie_slow_readings": (
         *(2, "{} readings in a row, one a minute; it received {}/s"),
-        "{}'s PCIe link runs at {} while it is {}% busy: copies take up to {:.0f} times as long.",
+        "{}'s PCIe link runs at {} under load: copies take up to {:.0f} times as long.",
         "reseat the card; check the riser or cable, and the generation and lanes of its slot in the BIOS",
     ),
     "nvlinks_down": (
@@ -272,10 +272,10 @@ def find_slow_links(run: RunAnalysis) -> Iterator[Finding]:
             if data.get("of_run") is not False:
                 generation, highest, width, widest = (int_member(data, name) or 1 for name in PCIE_LINK)
                 factor = 2.0 ** min(highest - generation, 8) * widest / width  # a generation doubles the rate of a lane
-                gpu, busy_pct = gpu_name(int_member(data, "index") or 0, run.nodes), int_member(data, "util_pct")
-                text = problem.format(gpu, format_pcie_link(data), busy_pct, factor)
-                ground = ground.format(data[member], format_bytes(number_member(data, "pcie_rx_bytes_s")))
-                yield Finding("slow link", text, ground, advice, 0.3)
+                gpu = gpu_name(int_member(data, "index") or 0, run.nodes)
+                text = problem.format(gpu, format_pcie_link(data), factor)
+                evidence = ground.format(data[member], format_bytes(number_member(data, "pcie_rx_bytes_s")))
+                yield Finding("slow link", text, evidence, advice, 0.3)
 
 
 # ------------------------------------------------------------------------------------------------ host

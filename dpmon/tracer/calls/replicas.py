@@ -36,7 +36,9 @@ class ResultsWouldChange(Exception):
 class ReplicaProbe:
     """An observer of one replica in one call."""
 
-    __slots__ = ("_caches", "_depth", "_inputs", "_outer_kind", "_probes", "_start_ns", "_timer", "index", "module")
+    __slots__ = (
+        *("_caches", "_depth", "_inputs", "_mode", "_outer_kind", "_probes", "_start_ns", "_timer", "index", "module"),
+    )
 
     def __init__(self, probes: ReplicaProbes, index: int, size_caches: tuple[SizeCache, SizeCache]) -> None:
         self._probes = probes
@@ -49,6 +51,8 @@ class ReplicaProbe:
         """Number of nested calls that are running."""
         self._outer_kind = 0
         """Kind of the enclosing span on its thread."""
+        self._mode: Any = None
+        """The `FlopCounter` on its thread; None if it does not count there."""
         self._timer: Any = None
         """Its device time; None if it is not timed."""
 
@@ -65,8 +69,9 @@ class ReplicaProbe:
                 return
             thread = recorder.current_thread_state()
             self._outer_kind, thread.open_kind = thread.open_kind, Kind.REPLICA  # no roots inside a replica
-            if recorder.counting_mode is not None and thread is not recorder.training_thread:
-                torch._C._push_on_torch_dispatch_stack(recorder.counting_mode)
+            self._mode = None if thread is recorder.training_thread else recorder.counting_mode
+            if self._mode is not None:
+                torch._C._push_on_torch_dispatch_stack(self._mode)
             input_cache, _ = self._caches
             self._inputs = recorder.session.input_definition(args, kwargs, input_cache)
             if self._probes.timer is not None:
@@ -103,10 +108,8 @@ class ReplicaProbe:
             recorder.session.count_error("inputs and outputs of a replica", error)
 
     def _leave_thread(self) -> None:
-        recorder = self._probes.recorder
-        thread = recorder.current_thread_state()
-        thread.open_kind = self._outer_kind
-        if recorder.counting_mode is not None and thread is not recorder.training_thread:
+        self._probes.recorder.current_thread_state().open_kind = self._outer_kind
+        if self._mode is not None:
             torch._C._pop_torch_dispatch_stack(None)
 
     def _write_failed(self, end_ns: int) -> None:

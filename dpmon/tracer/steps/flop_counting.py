@@ -44,7 +44,6 @@ class FlopCounter:
 
     def __init__(self, recorder: SpanRecorder) -> None:
         self._recorder = recorder
-        self._lock = Lock()
         self._rules: dict[str, Any] = {}
         """torch's rules by name of the operator."""
         self._figures: dict[str, Any] = {}
@@ -55,6 +54,7 @@ class FlopCounter:
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
+        self._lock = Lock()
         self._stop()
         self.known: Any = set()
         """Layout and input sizes of the calls that need no count; calls with others are passed to `handle_call`."""
@@ -66,14 +66,16 @@ class FlopCounter:
         """Call an operator, and count it. Raises only what the operator raises."""
         kwargs, caller = kwargs or {}, sys._getframe().f_back or sys._getframe()
         code = _CALL_CODE.replace(co_filename=caller.f_code.co_filename, co_firstlineno=caller.f_lineno)
-        try:  # warnings blame the line of the caller
-            result = FunctionType(code, caller.f_globals)(getattr(func, "_op", func), args, kwargs)
+        call_operator = FunctionType(code, caller.f_globals)  # warnings blame the line of the caller
+        del caller  # it is this frame on threads of autograd, and the cycle would keep the tensors
+        try:
+            result = call_operator(getattr(func, "_op", func), args, kwargs)
         except BaseException as error:
             self.reason = "an operator raised an exception"
             drop_frames(error)
             if (entry := error.__traceback__) is not None and entry.tb_frame.f_code is code:
                 error.__traceback__ = entry.tb_next
-            del args, kwargs, caller, entry
+            del args, kwargs, entry
             raise
         name = str(getattr(func, "overloadpacket", func)).replace("_for_cpu", "")
         try:
@@ -184,8 +186,7 @@ class FlopCounter:
 def _is_in_checkpoint() -> bool:
     """Return whether the code of a checkpoint runs on this thread, inside the backward pass."""
     frames = takewhile(lambda frame: frame.f_code.co_name != "_engine_run_backward", iter_callers(sys._getframe()))
-    codes = (frame.f_code for frame in frames)
-    return any("checkpoint" in f"{code.co_filename} {code.co_qualname}".lower() for code in codes)
+    return any("checkpoint" in f"{frame.f_code.co_filename} {frame.f_code.co_qualname}".lower() for frame in frames)
 
 
 def _allows_tf32(name: str) -> bool:

@@ -56,7 +56,7 @@ class StepTotals(PhaseSums):
     stepped = False
     """Whether an optimizer has stepped."""
     counted = 0
-    """COUNTED if its FLOPs were counted."""
+    """WARM_UP if its FLOPs were counted, which takes time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -425,7 +425,7 @@ _GROWTH_FIELDS = (
 )
 _FLOPS_FIELDS = (
     *_IN_PROCESS,
-    _integer("step", "the step that was counted; it is in no metric"),
+    _integer("step", "the step that was counted; it took longer, and counts as a warm-up step"),
     _integer("flops", "FLOPs of its forward and backward passes, without recomputation"),
     _integer("recomputed_flops", "further FLOPs, which activation checkpointing repeated in the backward pass"),
     _object("by_dtype", "all these FLOPs by the dtype of the operands"),

@@ -30,7 +30,6 @@ MIN_UPDATES = 2
 _CHEAP_NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "profiler")
 _COSTLY_NAME = re.compile(r"mm(_|$)|matmul|linear(?!\d)|conv(?!ert)|rnn_|lstm|gru|attention|einsum|mv$|cdist")
 """Operators without a rule are listed if they are of other namespaces, or if this matches their name."""
-_CALL_CODE = (lambda operator, args, kwargs: operator(*args, **kwargs)).__code__
 _MODE_REASON = "the script has a dispatch mode or a transform of torch.func of its own"
 _SHARDED_CLASSES = ("FSDPModule", "FullyShardedDataParallel", "DTensor")
 
@@ -65,8 +64,10 @@ class FlopCounter:
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Call an operator, and count it. Raises only what the operator raises."""
         kwargs, caller = kwargs or {}, sys._getframe().f_back or sys._getframe()
-        code = _CALL_CODE.replace(co_filename=caller.f_code.co_filename, co_firstlineno=caller.f_lineno)
-        call_operator = FunctionType(code, caller.f_globals)  # warnings blame the line of the caller
+        code, call_operator = _call.__code__, _call
+        if sys.gettrace() is None and sys.getprofile() is None:  # they would see a call in the script's file
+            code = code.replace(co_filename=caller.f_code.co_filename, co_firstlineno=caller.f_lineno)
+            call_operator = FunctionType(code, caller.f_globals)  # warnings blame the line of the caller
         del caller  # it is this frame on threads of autograd, and the cycle would keep the tensors
         try:
             result = call_operator(getattr(func, "_op", func), args, kwargs)
@@ -181,6 +182,10 @@ class FlopCounter:
         if self._counts == MAX_COUNTS:
             self.known = range(1 << 64)  # contains all of them
         self._recorder.session.record_event("flops", "last", step=None, **figures, reason=self.reason)
+
+
+def _call(operator: Any, args: Any, kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
 
 
 def _is_in_checkpoint() -> bool:

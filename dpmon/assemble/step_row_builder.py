@@ -14,7 +14,7 @@ from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, BatchCounts, StepTotals
 from dpmon.record.history_rows import Definitions, Layout
 from dpmon.record.record_types import MAX_SPANS, CallRow, count_rows, count_tokens, mode_of
-from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING, WARM_UP
+from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
@@ -104,7 +104,7 @@ class StepRowBuilder:
                     if flags & _NOT_PLAIN or phase == COPY:
                         totals.note_timing(span, phase)
             if kind == Kind.FLOPS:
-                totals.counted, self._counted_totals = WARM_UP, None if totals.calls else totals
+                totals.is_counted, self._counted_totals = True, None if totals.calls else totals
             if calls or kind in PRIMITIVES:
                 self._record_calls(item)
             if kind == Kind.BACKWARD or (contents is not None and contents.backward):

@@ -55,8 +55,8 @@ class StepTotals(PhaseSums):
     calls of other models or an optimizer step."""
     stepped = False
     """Whether an optimizer has stepped."""
-    counted = 0
-    """WARM_UP if its FLOPs were counted, which takes time."""
+    is_counted = False
+    """Whether its FLOPs were counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,9 +115,9 @@ class StepTotals(PhaseSums):
         phases = {name: times[index] for name, index in _IN_ORDER if times[index] >= 0}
         phases["other"] = max(0, wall_ns - sum(phases.values()))
         known_samples = counts.samples if counts.samples >= 0 else None
-        values = self.number, self.mode, start_ns, wall_ns, known_samples, phases, self.counts, spans
-        kind = self.kind | self.counted
-        row = Step(0, None, *values, self.missing_spans, batches=batches, kind=kind, calls=self.calls)
+        times_and_counts = start_ns, wall_ns, known_samples, phases, self.counts, spans, self.missing_spans
+        values = self.number, self.mode, *times_and_counts
+        row = Step(0, None, *values, batches=batches, kind=self.kind, calls=self.calls, is_counted=self.is_counted)
         pending = None
         if self.skipped:
             row = row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)

@@ -281,9 +281,11 @@ class Step(NamedTuple):
     batches: Batches | None = None
     """In the assembler's row: its batches; None if it fetched none."""
     kind: int = TRAINING
-    """A key of STEP_KINDS; in the assembler's row perhaps with WARM_UP. `step` counts the steps of this kind."""
+    """A key of STEP_KINDS. `step` counts the steps of this kind."""
     calls: Sequence[CallRow] = ()
     """Its calls, with consecutive numbers."""
+    is_counted: bool = False
+    """In the assembler's row: whether its FLOPs were counted, which takes time."""
 
     @property
     def takes_time(self) -> bool:

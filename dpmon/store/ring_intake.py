@@ -149,8 +149,7 @@ class RingIntake:
     def _step(self, batch: WriteBatch, row_id: int, row: Step, start_ns: int, called: str | None) -> None:
         """Add a step that began at `start_ns` (since the run's start). `called`: its calls as JSON."""
         process, mode, end_ns, calls = self.row.process, row.mode, start_ns + row.wall_ns, row.calls
-        kind, sync_number = row.kind | self._warm_up_flag(mode), row.sync_number
-        row = row._replace(kind=step_kind(kind))
+        kind, sync_number = row.kind | self._warm_up_flag(mode) | WARM_UP * row.is_counted, row.sync_number
         if sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
             self._ran_other_kind = False

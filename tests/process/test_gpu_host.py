@@ -65,7 +65,7 @@ def test_a_child_counts_with_its_cpu_and_memory() -> None:
         assert 96 * MIB < sample["run_mem_bytes"] < 1024 * MIB
         assert sample["cpu_pct"] is not None
         assert 0 < sample["cpu_pct"] <= 100
-        assert sample["absent"] == {}
+        assert sample["absent"].keys() <= {"energy_j"}, "not every machine reports its energy"
 
 
 def test_a_child_is_followed_when_its_parent_has_gone() -> None:

@@ -22,7 +22,7 @@ from dpmon.model.communication import Communication, Wrapper, build_communicatio
 from dpmon.model.device_memory import DeviceMemory, memory_of_processes
 from dpmon.model.device_usage import DeviceHistory, DeviceSampleCache, DeviceUsage, HostUsage, SampledDevices
 from dpmon.model.efficiency import Efficiency, build_efficiency
-from dpmon.model.energy import read_energy
+from dpmon.model.energy import Energy, read_energy
 from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
     CallLayouts,
@@ -528,7 +528,7 @@ class RunAnalysis(LazyFacts):
     def _read_joules(self, start_s: int) -> float | None:
         """Return the energy per sample (J) since a minute before `start_s`; of the whole run if that is 0."""
         if start_s == 0:
-            return read_energy(self.store).joules_per("samples", self.window.tally(None))
+            return self.whole_energy.joules_per("samples", self.window.tally(None))
         start_s = max(start_s - ENERGY_WINDOW_S, 0)
         window = StatsWindow(self.store, start_s, series=("samples",))
         return read_energy(self.store, start_s).joules_per("samples", window.tally(None))
@@ -1012,6 +1012,11 @@ class RunAnalysis(LazyFacts):
     def host_usage(self) -> HostUsage | None:
         """The CPU use of the host; None if it was not sampled."""
         return self.samples.host
+
+    @cached_property
+    def whole_energy(self) -> Energy:
+        """The energy that its devices have used so far."""
+        return read_energy(self.store)
 
     @cached_property
     def whole_efficiency(self) -> Efficiency:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from dpmon.config import ConfigError, Settings, load_settings
-from dpmon.model.energy import read_energy
 from dpmon.model.findings.finding_evidence import process_suffix
 from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
@@ -177,7 +176,7 @@ def pause_sentence(report: ReportData) -> str | None:
 
 def energy_sentences(run: RunAnalysis) -> list[str]:
     """Return the energy of the run's GPUs (without any, of the CPUs), its cost, and the energy per sample and token."""
-    energy, tally = read_energy(run.store), run.window.tally(None)
+    energy, tally = run.whole_energy, run.window.tally(None)
     if energy.joules is None:
         return []
     settings = Settings()

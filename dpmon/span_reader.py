@@ -239,6 +239,8 @@ class SpanReader:
                 continue
             spans += copied
             self.position += len(copied)
+            if written > count // 2:
+                continue  # too few of these marks come after an empty slot to tell whether it is the end
             has_read_all_written = written < count and len(copied) == written
             if has_read_all_written and not self._skip_unwritten_slots(marks[written:], now_ns, process_ended):
                 break

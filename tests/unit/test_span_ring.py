@@ -192,6 +192,18 @@ def test_a_hole_is_waited_for_and_then_skipped(ring: SpanRing, reader: SpanReade
     assert reader.missed == holes
 
 
+@pytest.mark.parametrize("before", range(60, 66))
+def test_a_hole_anywhere_in_what_is_read_at_once(ring: SpanRing, reader: SpanReader, before: int) -> None:
+    """What comes after it is not lost, although it is the last slot that was read."""
+    write(ring, before)
+    for _ in range(3):
+        ring.next()
+    write(ring, 5, before + 3)
+    assert numbers(reader.read(0, process_ended=True)) == [*range(before), *range(before + 3, before + 8)]
+    assert reader.at_end
+    assert reader.missed == 3
+
+
 def test_a_slot_that_is_written_late_is_seen(ring: SpanRing, reader: SpanReader) -> None:
     late = ring.next()
     write(ring, 2, 1)

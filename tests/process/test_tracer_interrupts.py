@@ -31,8 +31,8 @@ def test_an_interrupt_handler_that_raises(runs: dict[str, TracedRun], kind: str)
     assert problems == []
 
 
-@pytest.mark.parametrize("how", ["calls", "raises"])
-def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, TracedRun], how: str) -> None:
+@pytest.mark.parametrize(("how", "calls_per_line"), [("calls", 1.5), ("raises", 2.3)])
+def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, TracedRun], how: str, calls_per_line: float) -> None:
     """Records are complete. Those of the interrupted step may be lost, but few of the next two steps."""
     run = runs[how]
     assert run.complaints == []
@@ -40,4 +40,5 @@ def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, TracedRun], ho
     assert run.missed < 0.1 * len(run.calls())
     for kind, via in (("bare", None), ("wrapped", "DataParallel"), ("by hand", "data_parallel")):
         lines, _ = run.printed[kind]
-        assert len([call for call in run.calls() if call.via == via and call.root != "Other"]) > 1.5 * lines
+        calls = [call for call in run.calls() if call.via == via and call.root != "Other"]
+        assert len(calls) > calls_per_line * lines

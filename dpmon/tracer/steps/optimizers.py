@@ -123,8 +123,9 @@ class OptimizerTracer:
                 if len(thread.open_steps) > 1:
                     recorder.current_open_kind(thread)
                 duration_ns = clock()
-                outer_kind, first_word, start_ns, phase_timer, number = thread.open_steps.pop()
+                outer_kind, first_word, start_ns, phase_timer, number = thread.open_steps[-1]
                 thread.open_kind = outer_kind
+                thread.open_steps.pop()  # last: after an interrupt, `current_open_kind` needs the entry
                 duration_ns -= start_ns
                 recorder.open_kinds[thread.number] = outer_kind
                 if phase_timer is not None:

@@ -411,7 +411,8 @@ class SpanRecorder:
         with self.session.guard("step of an optimizer"):
             running_steps = sum(frame.f_code in _AROUND_STEPS for frame in iter_callers(sys._getframe(1)))
             while len(thread.open_steps) > running_steps - unlisted_steps:
-                thread.open_kind, *_ = thread.open_steps.pop()
+                thread.open_kind, *_ = thread.open_steps[-1]
+                thread.open_steps.pop()
         return thread.open_kind
 
     # ---------------------------------------------------------------- between two steps

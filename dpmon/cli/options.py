@@ -232,6 +232,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     if command == "doctor":
         add("--python", metavar="PYTHON", help="the Python that would run the script")
     if command == "status":
+        add("--explain", action="store_true", help="what is known, in at most 40 lines for a person or an assistant")
         add("--all", action="store_true", help="all runs")
         add("--wait", choices=WAIT_STATES, metavar="STATE", help=f"wait for a state: {', '.join(WAIT_STATES)}")
         add("--timeout", type=_parse_timeout, metavar="SECONDS", help="longest wait; then the exit status is 124")

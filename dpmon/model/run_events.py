@@ -123,6 +123,8 @@ class RunEvents:
     """Waits for a line of input: process (None: one that does not train), start, end."""
     warning_count: int = 0
     """Number of all warnings."""
+    profile: Mapping[str, Any] | None = None
+    """The record of the newest profile."""
 
     @classmethod
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
@@ -154,6 +156,7 @@ class RunEvents:
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
             warning_count,
+            next((record for record in reversed([*data("profile", TEXTS_READ)]) if "file" in record), None),
         )
 
     @property

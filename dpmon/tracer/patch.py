@@ -146,6 +146,7 @@ def install() -> None:
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (*parts, walker, profiler, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
+    atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
 

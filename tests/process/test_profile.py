@@ -135,6 +135,23 @@ def test_a_fork_ends_it(tmp_path: Path) -> None:
     assert 0 < end["steps"] < 50
 
 
+def test_the_end_of_the_script_ends_it(tmp_path: Path) -> None:
+    run = TracedScript(tmp_path, script_text(asking(50), ASK), 120, mode="script", fresh=True).end()
+    assert (run.status, run.err, run.complaints) == (0, "", [])
+    (end,) = ends(run)
+    assert 0 < end["steps"] < 50
+    assert end["file"]
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    compiled = "net = torch.compile(net, backend='eager')"
+    run = TracedScript(tmp_path, script_text(asking(), f"{ASK}\n{compiled}"), 200, mode="script").end()
+    plain = run_untraced(tmp_path, script_text(begin=compiled), 200)
+    assert run.status == 0, run.err
+    assert (run.err, run.out) == (plain.err, plain.out)
+    assert [end.get("refused") for end in ends(run)] == [None]
+
+
 def test_replicas_are_in_it(tmp_path: Path) -> None:
     """DataParallel runs each replica in a thread of its own, which torch's profiler sees since torch 2.6."""
     begin = f"{ASK}\nnet = nn.DataParallel(net)"

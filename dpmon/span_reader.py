@@ -188,6 +188,12 @@ class SpanReader:
         """Ask the training process to look for what grows in memory. Return the serial of the request."""
         return self._count_request(HeaderWord.WALK)
 
+    def request_profile(self, steps: int) -> int:
+        """Ask the training process to profile some steps (at most 65,535; 0: to end). Return the request."""
+        request = ((self._read_word(HeaderWord.PROFILE) >> 16) + 1) << 16 | steps
+        self._write_word(HeaderWord.PROFILE, request)
+        return request
+
     def _count_request(self, index: int) -> int:
         """Increment the serial of a request. Return it."""
         serial = (self._read_word(index) + 1) & 0xFFFFFFFFFFFFFFFF

@@ -8,7 +8,7 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
            the kernel's number of the training thread                             written by the process
     192    requested serial, mode and pause; sampling of device timing;
            serials of the requests to record collectives, to note stacks, and to
-           look for what grows in memory                                          written by readers
+           look for what grows in memory; the request to profile steps            written by readers
     256    identity and sequence number of each process group                     written by the process
     512    the start of each thread's current span; from 3584 on, the kind of
            that span                                                              written by the process
@@ -80,6 +80,8 @@ class HeaderWord:
     """Serial of the last request for stacks."""
     WALK = 30
     """Serial of the last request to look for what grows in memory."""
+    PROFILE = 31
+    """Serial of the last request to profile << 16 | number of steps to profile."""
     GROUPS = 32
     """For each process group: its identity (crc32 of its name << 32 | number of ranks; 0: no more groups), then the
     number of collectives that this process has started in it. Written by the process."""

@@ -60,8 +60,8 @@ function _shtab_dpmon_using
   test "$_shtab_dpmon_cmdpath" = "$argv"
 end
 
-set -g _shtab_dpmon_commands attach status why ls stop report compare export try doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hosts --kind --metrics --mode --name --on-event --only --output --phase --python --refresh --replicas --rounds --slurm --steps --timeout --via --wait -m -o
+set -g _shtab_dpmon_commands attach status why profile ls stop report compare export try doctor keep rm
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hosts --kind --metrics --mode --name --on-event --only --output --phase --python --rank --refresh --replicas --rounds --slurm --steps --timeout --via --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -96,6 +96,7 @@ complete -c dpmon -n '_shtab_dpmon_using attach; and test $_shtab_dpmon_npos -eq
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a status -d 'Check the health of a run. Exit status: 0 fine, 3 not training (also after a run that ended well), 4 no such run, 5 stalled, 6 failed.'
 complete -c dpmon -n '_shtab_dpmon_using status' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using status' -l json -d 'one JSON object, for programs'
+complete -c dpmon -n '_shtab_dpmon_using status' -l explain -d 'what is known, in at most 40 lines for a person or an assistant'
 complete -c dpmon -n '_shtab_dpmon_using status' -l all -d 'all runs'
 complete -c dpmon -n '_shtab_dpmon_using status' -l wait -xka "fine starting training evaluating running 'waiting for data' 'waiting for input' paused quiet stalled ended finished stopped interrupted failed killed" -d 'wait for a state: fine, starting, training, evaluating, running, waiting for data, waiting for input, paused, quiet, stalled, ended, finished, stopped, interrupted, failed, killed'
 complete -c dpmon -n '_shtab_dpmon_using status' -l timeout -x -d 'longest wait; then the exit status is 124'
@@ -105,6 +106,12 @@ complete -c dpmon -n '_shtab_dpmon_using why' -s h -l help -d 'show this help me
 complete -c dpmon -n '_shtab_dpmon_using why' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using why' -l all -d 'the stacks of all threads, not only of the main thread'
 complete -c dpmon -n '_shtab_dpmon_using why; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
+complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a profile -d 'Profile some steps: a trace for Perfetto, and the top operators.'
+complete -c dpmon -n '_shtab_dpmon_using profile' -s h -l help -d 'show this help message and exit'
+complete -c dpmon -n '_shtab_dpmon_using profile' -l json -d 'one JSON object, for programs'
+complete -c dpmon -n '_shtab_dpmon_using profile' -l rank -x -d 'the rank (default: the straggler, else rank 0)'
+complete -c dpmon -n '_shtab_dpmon_using profile' -l steps -x -d 'how many steps, at most 100 (default: 3)'
+complete -c dpmon -n '_shtab_dpmon_using profile; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a ls -d 'List the runs.'
 complete -c dpmon -n '_shtab_dpmon_using ls' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l host -x -d 'a host to connect to by ssh (repeatable)'
@@ -131,7 +138,7 @@ complete -c dpmon -n '_shtab_dpmon_using compare; and test $_shtab_dpmon_npos -g
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a export -d 'Write the records: jsonl, csv, perfetto.'
 complete -c dpmon -n '_shtab_dpmon_using export' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using export' -l format -xka "jsonl csv perfetto" -d 'jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev'
-complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled loss device host memory mode pause input stall loader ddp process warning oom growth flops dropped exit" -d 'only this kind of record (jsonl and csv)'
+complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled loss device host memory mode pause input stall loader ddp process warning oom growth flops profile dropped exit" -d 'only this kind of record (jsonl and csv)'
 complete -c dpmon -n '_shtab_dpmon_using export' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output); for csv, a directory'
 complete -c dpmon -n '_shtab_dpmon_using export' -l follow -d 'write the rows of the history as they arrive, until the run ends'
 complete -c dpmon -n '_shtab_dpmon_using export' -l from -x -d 'with --follow: only later rows'

@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
+from operator import attrgetter
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from dpmon.cli.launch import has_screen, open_json_target, show_screen
 from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.run import proc, retention
-from dpmon.run.lifecycle import has_succeeded, may_be_live_elsewhere, needs_supervisor
+from dpmon.run.lifecycle import has_succeeded, may_be_live_elsewhere, needs_supervisor, wait_until
 from dpmon.run.output_target import open_replacement, utf8_stdout
 from dpmon.run.retention import is_protected
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 WIDTH_NO_TERMINAL, MAX_WIDTH = 80, 120
 """Width of a report without a terminal, and its largest width on a terminal."""
 _LAST_OUTPUT_BYTES = 4096
+PROFILE_WAIT_S = 60.0
 LIST_HEADERS = ("NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND")
 """The columns of `ls`."""
 _MIN_COMMAND_CELLS = 12
@@ -141,6 +143,39 @@ def _find_run_of_job(job: str) -> Path:
                 if run_job is not None and f"{run_job['by']}:{run_job['id']}" == job:
                     return directory
     raise RunError(f"there is no run of job {job}")
+
+
+def profile(options: argparse.Namespace) -> int:
+    """Ask a rank to profile some steps; print its trace and its top operators. RunError if there is no profile."""
+    from dpmon.report.health import read_run
+    from dpmon.report.plain_text import section_lines
+    from dpmon.report.sections import profile_section
+    from dpmon.store.events import read_events
+    from dpmon.store.store_opening import open_store
+
+    directory, found = find_live_run(options.run), list[Mapping[str, Any]]()
+    ensure_supervisor(directory)
+    with closing(RunReader(directory)) as reader:
+        straggler = read_run(reader, attrgetter("straggler"))
+        rank = next((rank for rank in (options.rank, getattr(straggler, "rank", None)) if rank is not None), 0)
+        asked = reader.request_profile(rank, options.steps)
+        if asked is None:
+            raise RunError(f"{directory.name} has no training process of rank {rank} on this machine")
+
+        def has_reply() -> bool:
+            with open_store(directory) as store:
+                records = [event.data for event in read_events(store, "profile", limit=8) if "operators" in event.data]
+            found.extend(record for record in records if (record["process"], record["request"]) == asked)
+            return bool(found) or reader.exit_info() is not None
+
+        wait_until(has_reply, PROFILE_WAIT_S, 0.2)
+        reader.request_profile(rank, 0)
+    reply = next(iter(found), {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"})
+    if reply.get("refused"):
+        raise RunError(f"{directory.name} was not profiled: {reply['refused']}")
+    lines = section_lines(profile_section(reply, str(directory)), WIDTH_NO_TERMINAL)
+    print(to_safe_json({**reply}, indent=1) if options.json else text_for_stream("\n".join(lines), sys.stdout))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------ report

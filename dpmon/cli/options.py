@@ -25,6 +25,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon attach [RUN] [--host HOST ...]    show a live or finished run again, on one node or several
        dpmon status [RUN] [--json]             check the health of a run
        dpmon why [RUN] [--json]                show where each rank is and what the others wait for
+       dpmon profile [RUN] [--steps N]         profile some steps: a trace for Perfetto, and the top operators
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
        dpmon report [RUN] [--json | --html]    summarize a run
@@ -113,6 +114,7 @@ def _value_parser(expected: str, pattern: str, convert: Callable[[str], Any] = s
 
 _parse_replicas = _value_parser("a number from 1 to 9999", r"([1-9][0-9]{0,3})", int)
 _parse_count = _value_parser("a positive integer", r"([1-9][0-9]{0,8})", int)
+_parse_steps = _value_parser("a number from 1 to 100", r"([1-9][0-9]?|100)", int)
 _parse_offset = _value_parser("a non-negative integer", r"([0-9]{1,15})", int)
 _parse_timeout = _value_parser("a number of seconds", r"([0-9]{1,9}(?:\.[0-9]{0,9})?)", float)
 _parse_percent = _value_parser(
@@ -213,7 +215,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("runs", metavar="RUN", nargs="+", help="the run before and the run after; -- separates several of each")
     elif command not in ("doctor", "ls"):
         # Without a RUN, attach shows a live one.
-        default = None if command in ("attach", "status", "why") else "last"
+        default = None if command in ("attach", "profile", "status", "why") else "last"
         run_options = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
         last = "`last` (the default)" if default == "last" and command != "stop" else "`last`"
         add("run", metavar="RUN", help=f"a name, an id, the unique start of either, or {last}", **run_options)
@@ -227,11 +229,15 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--hosts", metavar="LIST", help="hosts, such as gpu[1-4,7],login")
         add("--slurm", metavar="JOBID", help="the nodes of a Slurm job, by srun")
         add("--via", metavar="COMMAND", help="a command instead of ssh; {} is the host: 'kubectl exec -i pod-{} --'")
-    if command in ("compare", "doctor", "ls", "status", "why"):
+    if command in ("compare", "doctor", "ls", "profile", "status", "why"):
         add("--json", action="store_true", help="one JSON object per line" if command == "ls" else _JSON_HELP)
     if command == "doctor":
         add("--python", metavar="PYTHON", help="the Python that would run the script")
+    if command == "profile":
+        add("--rank", type=_parse_offset, metavar="N", help="the rank (default: the straggler, else rank 0)")
+        add("--steps", type=_parse_steps, default=3, metavar="N", help="how many steps, at most 100 (default: 3)")
     if command == "status":
+        add("--explain", action="store_true", help="what is known, in at most 40 lines for a person or an assistant")
         add("--all", action="store_true", help="all runs")
         add("--wait", choices=WAIT_STATES, metavar="STATE", help=f"wait for a state: {', '.join(WAIT_STATES)}")
         add("--timeout", type=_parse_timeout, metavar="SECONDS", help="longest wait; then the exit status is 124")

@@ -21,7 +21,8 @@ from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import TIMED_OUT, Health, assess_health, read_health
 from dpmon.report.outcome import LOST
-from dpmon.report.report_data import analyze_run
+from dpmon.report.report_data import analyze_run, open_report_data
+from dpmon.report.sentences import basic_facts, setup_facts, time_by_activity_sentences
 from dpmon.run.lifecycle import has_succeeded, run_state
 from dpmon.run.run_directory import ExitInfo, RunError
 from dpmon.run.run_reader import RunReader
@@ -42,6 +43,7 @@ SCHEMA = 1
 """The version of the object of `--json`."""
 POLL_S = 1.0
 MAX_FINDINGS = 3
+MAX_EXPLANATION = 40
 MAX_PHASES = 5
 MAX_DEVICES = 2
 """With more devices, people get only a summary."""
@@ -54,11 +56,30 @@ def status(options: argparse.Namespace) -> int:
     directory = find_live_run(options.run)
     wait_status = None if options.wait is None else _wait_for_state(directory, options.wait, options.timeout)
     health, members = read_run_status(directory)
-    if options.json:
-        print(to_safe_json(members, indent=1))
-    else:
-        print(text_for_stream("\n".join(_status_lines(health, members)), sys.stdout))
+    lines = _status_lines(health, members)
+    if options.explain:
+        members["explanation"] = lines = explain_run(directory)
+    print(to_safe_json(members, indent=1) if options.json else text_for_stream("\n".join(lines), sys.stdout))
     return health.exit_status if wait_status is None else wait_status
+
+
+def explain_run(directory: Path) -> list[str]:
+    """Return sentences on a run, at most MAX_EXPLANATION: what it is, its speed, its findings, and what to try."""
+    health, members = read_run_status(directory)
+    facts, findings, name = [], [], members["name"]
+    with suppress(RunError), open_report_data(directory) as report:
+        times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)
+        facts = [f"command: {' '.join(report.run_info.command)}", *setup_facts(report), *basic_facts(report), *times]
+        findings = [f"{finding.text} Evidence: {finding.ground}; {finding.advice_text}" for finding in report.findings]
+    headline, *lines = _status_lines(health, {**members, "findings": []})
+    commands = [f"dpmon report {name}: the whole report", f"dpmon export {name}: every record"]
+    if health.end is None:
+        commands[:0] = [
+            f"dpmon why {name}: where each rank is, with its stack",
+            f"dpmon profile {name}: the operators of some steps, if forward, backward or optimizer is slow",
+        ]
+    details = [*facts, *lines, *(findings or ["no findings"])][: MAX_EXPLANATION - 1 - len(commands)]
+    return [headline, *(f"  {sanitize_line(line.strip())}" for line in (*details, *commands))]
 
 
 def _print_all_runs(as_json: bool) -> int:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dpmon.cli.messages import print_message
+from dpmon.cli.status import explain_run
 from dpmon.errors import HistoryError
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.record.shared_names import ELSEWHERE
@@ -41,9 +42,10 @@ def why(options: argparse.Namespace) -> int:
     has_ended = exit_info is not None or state == LOST
     frames = () if exit_info is None else _read_traceback(directory, run_info, exit_info)
     stalls, sentences = _read_recorded_stalls(directory, exit_info, has_ended)
+    explanation = explain_run(directory) if reply is not None and reply.text is None else []
     if options.json:
         members = [{**fields_of(stall, "since_ns", "end_ns", "text"), "ranks": stall.ranks} for stall in stalls]
-        ending = {"cause": exit_info and exit_info.cause, "frames": frames}
+        ending = {"cause": exit_info and exit_info.cause, "frames": frames, "explanation": explanation}
         now = to_json(reply)
         print(to_safe_json({"run": run_info.id, "state": state, **ending, "now": now, "stalls": members}, indent=1))
         return 0
@@ -51,7 +53,7 @@ def why(options: argparse.Namespace) -> int:
         first, *lines = [text for text, _ in format_report(reply, all_threads=options.all)]
         if first == NOT_STALLED:
             first += f": {read_health(directory).sentence(reply.t_s)}"
-        print("\n".join((sanitize_line(first), *lines)))
+        print("\n".join((sanitize_line(first), *lines, "", *explanation)).rstrip())
     elif state == ELSEWHERE:
         print(f"{run_info.id} runs on another node ({sanitize_line(run_info.host)}): run this command there")
     elif has_ended:

@@ -125,6 +125,8 @@ class RunEvents:
     """Number of all warnings."""
     flops: tuple[Mapping[str, Any], ...] = ()
     """The `flops` records."""
+    profile: Mapping[str, Any] | None = None
+    """The record of the newest profile."""
 
     @classmethod
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
@@ -157,6 +159,7 @@ class RunEvents:
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
             warning_count,
             tuple(data("flops", -1)),
+            next((record for record in reversed([*data("profile", TEXTS_READ)]) if "file" in record), None),
         )
 
     @property

@@ -433,6 +433,15 @@ _FLOPS_FIELDS = (
     _list("uncounted", "names of operators without a counting rule; if there are any, the FLOPs are a lower bound"),
     _text("reason", "why the FLOPs could not be counted; null if they were"),
 )
+_PROFILE_FIELDS = (
+    *_IN_PROCESS,
+    _integer("step", "the last step before the record"),
+    _integer("request", "the number of the request"),
+    _integer("steps", "number of profiled steps; missing at the start"),
+    _list("operators", "those with most time of their own: on (host or device), name, calls, ms, share; as `steps`"),
+    _text("file", "the trace, in the directory of the run; missing if there is none"),
+    _text("refused", "why there is no profile; missing if there is one"),
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -483,6 +492,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
         RecordSpec("flops", "the FLOPs of one step, counted for each new combination of input sizes", _FLOPS_FIELDS),
+        RecordSpec("profile", "the start or the end of a profile by torch.profiler, or a refusal", _PROFILE_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

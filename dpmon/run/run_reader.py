@@ -162,6 +162,14 @@ class RunReader:
         """Ask every training process to sample the collectives of a step soon. Return how many processes or nodes."""
         return self._request_all({"ask": "sample"}, SpanReader.request_sample)
 
+    def request_profile(self, rank: int, steps: int) -> tuple[int, int] | None:
+        """Ask a rank to profile steps (0: to end). Return its process and the request; None if no such rank runs here.
+
+        A process that is no rank counts as rank 0.
+        """
+        ring = next((ring for ring in self._live_rings() if (ring.rank or 0) == rank), None)
+        return None if ring is None else (ring.process, ring.request_profile(steps))
+
     def node_replies(self) -> NodeReplies | None:
         """Return the nodes' replies to the last request of this reader; None on one machine."""
         return None if self._mirror is None else self._mirror.replies()

@@ -48,7 +48,7 @@ HOLD_ROWS = 1 << 14
 MAX_OWN = 4096
 """How many records of the supervisor may wait for the history. Further ones are counted as missed."""
 RETRY_S = 5.0
-_AWAITED = ("mode", "pause", "warning", "stall")
+_AWAITED = ("mode", "pause", "warning", "stall", "profile")
 """Events that a user waits for. They are committed at once."""
 _OWN = "supervisor"
 """Name of the supervisor's row among the rings. It has no ring: the row counts its missed records."""

@@ -3,6 +3,7 @@
 - `site/sitecustomize.py`, `torch_import_hook`: how the tracer gets into the process.
 - `patch`: the list of all patched functions of torch. Each wrapper calls torch's own code, even if the tracer fails.
 - `note_files`: notes before there is a ring. `responder_thread`: replies while the training thread is stuck.
+  `profiling`: torch.profiler on request.
 - `core`: `session`, this process's ring, its definitions, its faults; `tensor_sizes`, shapes of tensors;
   `hidden_frames`, which hides our wrappers; `identity_table`, values for the script's objects; `module_tables`,
   `exception_text`, which read objects without running the script's code.

@@ -52,6 +52,7 @@ from dpmon.tracer.memory.measurement import MemoryTracer
 from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
 from dpmon.tracer.note_files import append_note
+from dpmon.tracer.profiling import StepProfiler
 from dpmon.tracer.responder_thread import ResponderThread
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.flop_counting import FlopCounter
@@ -101,7 +102,8 @@ def install() -> None:
     loaders = LoaderTracer(session, recorder)
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
-    collectives = CollectiveSampler(session, recorder)
+    collectives, profiler = CollectiveSampler(session, recorder), StepProfiler(session, recorder)
+    polled = (flops, roots, memory, collectives, walker, profiler, losses)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
@@ -110,8 +112,7 @@ def install() -> None:
     session.on_give_up = recorder.stop_writing
     recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
-    polled = (flops, roots, memory, collectives, walker, losses)
-    recorder.on_poll = lambda now: min(part.poll(now) for part in polled)
+    recorder.on_poll = lambda now: min([part.poll(now) for part in polled])
 
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
@@ -145,8 +146,9 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (flops, *parts, walker, responder)]
+    resets = [part.reset for part in (flops, *parts, walker, profiler, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
+    atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
 

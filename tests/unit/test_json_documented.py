@@ -14,7 +14,7 @@ import pytest
 
 from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.main import main
-from dpmon.cli.status import read_run_status
+from dpmon.cli.status import explain_run, read_run_status
 from dpmon.cli.status_stream import StatusStream
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
@@ -50,6 +50,7 @@ def objects(state: Path) -> list[dict[str, Any]]:
         *(pause_event(5.0, 20), pause_event(6.0, 20, 1.0)),
         event("memory", t_s=2.5, step=9, absent={}, devices=[{"device": "cuda:0", "absent": {"rest_bytes": "x"}}]),
         event("warning", t_s=1.0, text="careful"),
+        event("profile", t_s=3.0, step=9, request=65539, steps=3, operators=[OPERATOR], file="profile-0-1.json.gz"),
         *LOSSES,
     ]
     own = [host_event(float(t)) for t in range(15)]
@@ -112,13 +113,15 @@ def test_every_field_of_why_is_described(
     mirrored = replace(now, without=("gpu-2: it did not answer in time",))
     monkeypatch.setattr("dpmon.cli.why._request_why_reply", lambda *_, **how: mirrored)
     assert main(["why", directory.name, "--json"]) == 0
-    check_json_is_documented("dpmon why --json", json.loads(capsys.readouterr().out))
+    said = json.loads(capsys.readouterr().out)
+    check_json_is_documented("dpmon why --json", {**said, "explanation": ["linear-3f2a  training"]})
 
 
 LOSSES: list[Row] = [
     Definition(3000, {"place": "train.py:88", "why": None}),
     *(LossRow(3000, step, 2 * SECOND + step, value) for step, value in enumerate((1.0, nan), start=1)),
 ]
+OPERATOR = {"on": "host", "name": "aten::mm", "calls": 6, "ms": 1.5, "share": 0.5}
 STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank": 1}]}
 
 
@@ -130,6 +133,7 @@ def test_every_field_of_a_status_is_described(state: Path) -> None:
         write_run_directory({}),
     ]
     found = [read_run_status(directory)[1] for directory in runs]
+    found[0]["explanation"] = explain_run(runs[0])
     assert found[1]["stall"] is not None
     assert found[0]["findings"]
     of_line = {re.split(r"[.\[]", path)[0] for path in documented_json_paths("dpmon --json")}

@@ -407,3 +407,34 @@ def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
     assert "supervisor " not in said
     assert main(["report", directory.name]) == 0
     assert "unsupervised: its mirror has exited" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: a_run(),
+        lambda: a_run(status=1),
+        lambda: a_run(STALL, status=None),
+        lambda: a_run(*[STALL, STALL_ENDED] * 20),
+        lambda: live(),
+        lambda: live(STALL),
+        lambda: live(steps=0),
+        lambda: write_run_directory(ddp_rank_rows(2, slow=1)[0], name="linear"),
+        lambda: live(*(Event("warning", {"t_s": 1.0, "process": 0, "text": f"w{i}"}) for i in range(60))),
+    ],
+)
+def test_a_run_is_explained_in_at_most_40_lines(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run_id = load_info(make()).id
+    without = main(["status", run_id])
+    capsys.readouterr()
+    assert main(["status", run_id, "--explain"]) == without
+    lines = capsys.readouterr().out.splitlines()
+    assert 8 <= len(lines) <= status.MAX_EXPLANATION == 40
+    assert lines[0].startswith("linear")
+    assert lines[1].startswith("  command: ")
+    assert lines[-1].startswith("  dpmon export linear")
+    assert any("dpmon report" in line for line in lines)
+    main(["status", run_id, "--explain", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert any("  dpmon profile linear" in line for line in lines) == (said["health"]["end"] is None)
+    assert len(said["explanation"]) == len(lines)

@@ -40,7 +40,7 @@ _MAX_NAMED_BUCKETS = 4
 
 _SLOW_DEVICE = (
     "give every rank batches of the same size (or sequence length); see whether that rank's device is slower than the"
-    " others, or busy with another process"
+    " others, or busy with another process; dpmon profile names its operators"
 )
 _SLOW_PHASE = {
     "data": "more loader workers on that rank; samples that need equal work on all ranks; check its disk and network",

@@ -250,7 +250,8 @@ _DRIFT_ADVICE = {
 }
 """Advice by the phase that grew most; that of `other` for all other phases."""
 _COMPUTED_SLOWLY = (
-    "look for a shape seen for the first time (compilation, kernel choice), or for another process on the device"
+    "look for a shape seen for the first time (compilation, kernel choice), or for another process on the device; dpmon"
+    " profile names the operators"
 )
 _LONG_STEP_ADVICE = {
     "data": "look for what delayed the loader: a cold cache, a slow disk or network",

@@ -444,7 +444,7 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("host_usage", "mode_comparison", "whole_communication", "last_step_ns", "end_ns", "death")),
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
     "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
-    "memory_events": {"growth": [], "host": [], "exit": []},
+    "memory_events": {"growth": [], "host": [], "exit": [], "loader_lines": []},
     "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS, between_activities=["between"]),
 }  # fmt: skip
 

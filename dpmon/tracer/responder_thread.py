@@ -143,10 +143,9 @@ def write_group_sequences(words: memoryview) -> None:
 
 def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
     """Return the stacks of all Python threads but this one, in py-spy's form. `training_ident`: the training thread."""
-    own_ident, stacks = get_ident(), []
-    for ident, innermost in list(_current_frames().items())[:MAX_THREADS]:
-        if ident == own_ident:
-            continue
+    threads, stacks = _current_frames(), []
+    del threads[get_ident()]
+    for ident, innermost in list(threads.items())[:MAX_THREADS]:
         frames = [(frame.f_code, frame.f_lineno or 0) for frame in iter_callers(innermost)]
         omitted = max(len(frames) - INNER_FRAMES - OUTER_FRAMES, 0)
         if omitted:

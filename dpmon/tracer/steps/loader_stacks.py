@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from functools import lru_cache
 from multiprocessing.process import parent_process
 from random import Random
 from sys import _current_frames
@@ -20,8 +21,9 @@ from dpmon.tracer.core.hidden_frames import iter_callers
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import write_file
 
-SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 10.0, 0.05, 0.25, 2.0, 50
+SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 15.0, 0.03, 0.25, 2.0, 50
 """Time of all samples, between two (mean), between a worker's looks for the file, for replies; most lines recorded."""
+_find_program_frame = lru_cache(maxsize=256)(find_program_frame)
 
 
 def record_loader_lines(session: Session) -> None:
@@ -55,8 +57,8 @@ def _append_samples(path: str) -> None:
     random, lines, due_s = Random(), Counter[str](), monotonic()  # the script's random numbers stay the same
     end_s = due_s + SAMPLE_S
     while due_s < end_s:
-        due_s += random.expovariate(1 / INTERVAL_S)
-        # If C code kept the GIL, several samples are due: a function gets them in proportion to its time.
+        # If C code kept the GIL, several samples are due. A process that stood still for long takes only some of them.
+        due_s = max(due_s + random.expovariate(1 / INTERVAL_S), monotonic() - 3 * INTERVAL_S)
         if (wait_s := due_s - monotonic()) > 0:
             sleep(wait_s)
         lines.update(filter(None, map(_find_line, _current_frames().values())))
@@ -70,7 +72,7 @@ def _find_line(innermost: FrameType) -> str | None:
     for frame in iter_callers(innermost):
         frames.append(frame)
         if frame.f_code.co_filename.endswith("/torch/utils/data/_utils/fetch.py"):
-            frame = frames[find_program_frame([frame.f_code.co_filename for frame in frames]) or 0]
+            frame = frames[_find_program_frame(tuple(frame.f_code.co_filename for frame in frames)) or 0]
             file = os.path.basename(shorten_name(frame.f_code.co_filename))
             return f"`{shorten_name(frame.f_code.co_qualname)}` ({file}:{frame.f_lineno})"
     return None

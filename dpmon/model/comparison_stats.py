@@ -56,6 +56,13 @@ class Interval(NamedTuple):
         return self.low >= 1 / MAX_UNCERTAINTY and self.high <= MAX_UNCERTAINTY
 
 
+def share_interval(share: float, count: float) -> Interval:
+    """Return a share (0 to 1) of `count` independent samples with its interval (Wilson, 1927)."""
+    spread = _HALF_WIDTH_SIGMAS**2 / count
+    half_width = sqrt(spread * (share * (1 - share) + spread / 4))
+    return Interval(share, *((share + spread / 2 + side * half_width) / (1 + spread) for side in (-1, 1)))
+
+
 class Change(NamedTuple):
     """The ratio of the values after to the values before; without bounds if there are too few values."""
 

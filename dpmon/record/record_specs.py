@@ -348,6 +348,12 @@ _LOADER_FIELDS = (
     _seconds("iter_s", "duration of __iter__, which starts the workers"),
     _ABSENT,
 )
+_LOADER_LINES_FIELDS = (
+    *_IN_PROCESS,
+    _seconds("took_s", "how long samples were taken"),
+    _integer("processes", "number of processes that made batches: workers, or the training process itself"),
+    _object("lines", "number of samples by function and line of the script, of the 50 lines with most samples"),
+)
 _DDP_FIELDS = (
     *_IN_PROCESS,
     _integer("wrapper", "its number in the process, from 0"),
@@ -482,6 +488,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             _STALL_FIELDS,
         ),
         RecordSpec("loader", "the start of a DataLoader", _LOADER_FIELDS),
+        RecordSpec("loader_lines", "where a loader makes the batches that the training awaits", _LOADER_LINES_FIELDS),
         RecordSpec(
             "ddp",
             "the properties of a DistributedDataParallel, recorded once, and again after each change",

@@ -11,6 +11,7 @@
 | the global hooks on the registration of parameters and modules | creation of models |
 | _BaseDataLoaderIter.__next__ | steps, waits for data |
 | DataLoader.__iter__ | the start of a loader |
+| torch.utils.data._utils.worker._worker_loop | lines of the loader's workers |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
 | GradScaler.scale and .__init__ | the loss before it was scaled |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
@@ -53,9 +54,10 @@ from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
 from dpmon.tracer.note_files import append_note
 from dpmon.tracer.profiling import StepProfiler
-from dpmon.tracer.responder_thread import ResponderThread
+from dpmon.tracer.responder_thread import ResponderThread, start_thread
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.flop_counting import FlopCounter
+from dpmon.tracer.steps.loader_stacks import reply_in_worker
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
 from dpmon.tracer.steps.optimizers import OptimizerTracer, PreHooks
@@ -129,6 +131,9 @@ def install() -> None:
     torch.nn.DataParallel.forward = call_tracer.wrap_forward(forward)  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__next__ = recorder.wrap_phase(Kind.FETCH, fetch)
     dataloader.DataLoader.__iter__ = loaders.wrap_iter(iterate)
+    with (guard := session.guard("samples of the loader", fatal=False)):
+        worker, start = dataloader._utils.worker, lambda *_: start_thread(reply_in_worker, session)
+        worker._worker_loop = wrap_rare_function(worker._worker_loop, guard, lambda *_: None, before=start)
     autograd._engine_run_backward = recorder.wrap_phase(Kind.BACKWARD, backward)
     rpc_autograd = sys.modules.get("torch.distributed.autograd")  # None in a build without RPC
     if hasattr(rpc_autograd, "backward"):

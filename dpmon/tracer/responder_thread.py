@@ -3,7 +3,7 @@
 While there is no progress, it writes once per second into the ring how many collectives this process has started in
 each process group. On request, it writes the stacks of all Python threads to a file. It needs the GIL, so it cannot
 reply while C code holds the GIL. While the training makes progress, it allocates no objects: otherwise, the cyclic
-garbage collector could run on it, and with it finalizers of the script.
+garbage collector could run on it, and with it finalizers of the script. It has a slow loader sampled.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
+from dpmon.record.span_format import Kind
 from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, HeaderWord, SpanRing
+from dpmon.tracer.core.hidden_frames import iter_callers
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import write_file
+from dpmon.tracer.steps.loader_stacks import record_loader_lines
 
 if TYPE_CHECKING:
     from dpmon.tracer.steps.span_recorder import SpanRecorder
@@ -32,6 +35,8 @@ GROUPS_INTERVAL_POLLS = 4
 """The sequence numbers of the process groups are read once in this many polls."""
 MIN_IDLE_NS = 2_000_000_000
 """They are read only if the training thread has begun no span for this long."""
+MIN_DATA_SHARE, DATA_POLLS, LOADER_INTERVAL_POLLS = 0.2, 80, 720
+"""A loader is sampled if this share of about the last DATA_POLLS polls (20 s) came in a fetch, at most every 3 min."""
 MAX_END_WAIT_S = 0.5
 """Longest wait for the end of the thread."""
 
@@ -82,11 +87,17 @@ class ResponderThread:
     def _run(self, ring: SpanRing, opener: int, stop_lock: Any, ended_lock: Any) -> None:
         """Poll the ring for requests until the thread is stopped. `opener`: the thread that opened the ring."""
         session, words = self._session, ring.words
-        handled_request = poll_count = 0  # requests in a new ring came while this thread started
+        handled_request = poll_count = loader_due = 0  # requests in a new ring came while this thread started
+        data_share = 0.0
         try:
             while not stop_lock.acquire(True, POLL_INTERVAL_S) and session.ring is ring and not session.is_off:
                 poll_count += 1
                 try:
+                    is_fetching = ring.kinds[words[HeaderWord.TRAINING_THREAD]] == Kind.FETCH
+                    data_share += (is_fetching - data_share) / DATA_POLLS
+                    if data_share >= MIN_DATA_SHARE and poll_count >= loader_due:
+                        loader_due = poll_count + LOADER_INTERVAL_POLLS
+                        start_thread(record_loader_lines, session)
                     if poll_count % GROUPS_INTERVAL_POLLS == 0:
                         start_ns = words[HeaderWord.SPAN_START + words[HeaderWord.TRAINING_THREAD]]
                         if monotonic_ns() - start_ns > MIN_IDLE_NS:
@@ -109,11 +120,8 @@ class ResponderThread:
 
     def _training_thread_ident(self, opener: int) -> int:
         """Return the ident of the training thread; `opener` if it is not known, because that usually trains."""
-        training_thread = self._recorder.training_thread
-        for ident, thread in list(self._recorder.threads.items()):
-            if thread is training_thread:
-                return ident
-        return opener
+        trainer = self._recorder.training_thread
+        return next((ident for ident, thread in list(self._recorder.threads.items()) if thread is trainer), opener)
 
 
 def write_group_sequences(words: memoryview) -> None:
@@ -135,16 +143,10 @@ def write_group_sequences(words: memoryview) -> None:
 
 def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
     """Return the stacks of all Python threads but this one, in py-spy's form. `training_ident`: the training thread."""
-    own_ident, stacks = get_ident(), []
-    for ident, innermost in list(_current_frames().items())[:MAX_THREADS]:
-        if ident == own_ident:
-            continue
-        frames: list[tuple[str, str, int]] = []
-        frame: Any = innermost
-        while frame is not None:
-            code = frame.f_code
-            frames.append((code.co_filename, code.co_qualname, frame.f_lineno or 0))
-            frame = frame.f_back
+    threads, stacks = _current_frames(), []
+    del threads[get_ident()]
+    for ident, innermost in list(threads.items())[:MAX_THREADS]:
+        frames = [(frame.f_code, frame.f_lineno or 0) for frame in iter_callers(innermost)]
         omitted = max(len(frames) - INNER_FRAMES - OUTER_FRAMES, 0)
         if omitted:
             frames[INNER_FRAMES:-OUTER_FRAMES] = []
@@ -154,8 +156,8 @@ def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
                 "os_thread_id": None,
                 "left_out": omitted,
                 "frames": [
-                    {"filename": shorten_name(file), "name": shorten_name(name), "line": line}
-                    for file, name, line in frames
+                    {"filename": shorten_name(code.co_filename), "name": shorten_name(code.co_qualname), "line": line}
+                    for code, line in frames
                 ],
             }
         )

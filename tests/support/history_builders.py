@@ -446,7 +446,7 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
     "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
     "whole_efficiency": Efficiency(),
-    "memory_events": {"growth": [], "host": [], "exit": []},
+    "memory_events": {"growth": [], "host": [], "exit": [], "loader_lines": []},
     "store": SimpleNamespace(
         pruned=0, kind_words=STEP_KINDS, between_activities=["between"], until_ns=0, query=lambda *_: ()
     ),

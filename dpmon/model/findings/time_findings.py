@@ -5,9 +5,11 @@ Other advice can make a training slower: worker processes for fetches of 100 us,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dpmon.model.comparison_stats import share_interval
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import (
     MIN_DATA_SHARE,
@@ -99,9 +101,28 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
             shares = [data_share(other) for other in modes if other.mode == stats.mode]
             affected = sum(other_share >= MIN_DATA_SHARE for other_share in shares)
             more = f"; {format_percent(MIN_DATA_SHARE)} or more in {affected:,} of {len(shares):,} processes"
-        text = f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time."
+        cause, samples = _blame_function(run, stats, time_of_share(stats, share))
+        text = f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time{cause}"
         text = text[:1].upper() + text[1:]
-        yield _phase_finding("data", stats, ("data",), share, text, _data_advice(stats, run), more)
+        yield _phase_finding("data", stats, ("data",), share, text, _data_advice(stats, run), more + samples)
+
+
+def _blame_function(run: RunAnalysis, stats: StepStats, wait_s: float) -> tuple[str, str]:
+    """Return the end of the sentence about a wait, with the loader's slowest function if it is known, and evidence."""
+    for data in [data for data in run.memory_events["loader_lines"] if data["process"] == stats.process][-1:]:
+        lines = Counter[str](data["lines"])
+        functions = Counter(line.rpartition(":")[0] for line in lines.elements())
+        ((function, samples),), total = functions.most_common(1), lines.total()
+        steps = data["took_s"] * SECOND / (stats.mean_ns or SECOND)  # samples within the batch of a step are alike
+        share, low, high = share_interval(samples / total, min(steps, total))
+        if low >= MIN_DATA_SHARE:
+            line = next(line for line, _ in lines.most_common() if line.startswith(f"{function}:"))
+            return (
+                f"; {format_percent(share)} of the loader's time is in {line}.",
+                f"; {samples:,} of {total:,} samples in {line} (95%: {format_percent(low)} to {format_percent(high)}):"
+                f" {format_long_duration(share * wait_s * SECOND)} of the wait",
+            )
+    return ".", ""
 
 
 def _is_only_straggler_waiting(run: RunAnalysis, stats: StepStats) -> bool:

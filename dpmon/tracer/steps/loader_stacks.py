@@ -1,0 +1,78 @@
+"""Samples the lines in which a loader makes its batches, in the training process and in the loader's workers.
+
+A sample is the innermost line of the script below torch's fetch of a batch. A worker that waits for its next task, or
+for room in its queue, makes none. It has no ring: a file of the training process asks it, and takes its samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from functools import lru_cache
+from multiprocessing.process import parent_process
+from random import Random
+from sys import _current_frames
+from time import monotonic, sleep
+from types import FrameType
+
+from dpmon.record.shared_names import find_program_frame, shorten_name
+from dpmon.tracer.core.hidden_frames import iter_callers
+from dpmon.tracer.core.session import Session
+from dpmon.tracer.note_files import write_file
+
+SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 15.0, 0.03, 0.25, 2.0, 50
+"""Time of all samples, between two (mean), between a worker's looks for the file, for replies; most lines recorded."""
+_find_program_frame = lru_cache(maxsize=256)(find_program_frame)
+
+
+def record_loader_lines(session: Session) -> None:
+    """Take samples in this process and its workers, and record them."""
+    path = os.path.join(session.config.directory, f"loader-{os.getpid()}.samples")
+    with session.guard("samples of the loader", fatal=False):
+        write_file("", path, b"", os.O_TRUNC)
+        _append_samples(path)
+        sleep(MAX_REPLY_S)
+        with open(path, encoding="utf-8") as file:
+            os.unlink(path)
+            replies = [Counter[str](json.loads(line)) for line in file]
+        lines = dict(sum(replies, Counter[str]()).most_common(MAX_LINES))
+        if lines:
+            session.record_event("loader_lines", took_s=SAMPLE_S, processes=sum(map(bool, replies)), lines=lines)
+
+
+def reply_in_worker(session: Session) -> None:
+    """Append this worker's samples to the file of the training process whenever there is one. Never returns."""
+    path = os.path.join(session.config.directory, f"loader-{getattr(parent_process(), 'pid', None)}.samples")
+    with session.guard("samples of the loader", fatal=False):
+        while True:
+            sleep(POLL_INTERVAL_S)
+            if os.access(path, os.F_OK):
+                _append_samples(path)
+                sleep(2 * MAX_REPLY_S)
+
+
+def _append_samples(path: str) -> None:
+    """Take samples for SAMPLE_S, and append their number by line to a file unless it is gone."""
+    random, lines, due_s = Random(), Counter[str](), monotonic()  # the script's random numbers stay the same
+    end_s = due_s + SAMPLE_S
+    while due_s < end_s:
+        # If C code kept the GIL, several samples are due. A process that stood still for long takes only some of them.
+        due_s = max(due_s + random.expovariate(1 / INTERVAL_S), monotonic() - 3 * INTERVAL_S)
+        if (wait_s := due_s - monotonic()) > 0:
+            sleep(wait_s)
+        lines.update(filter(None, map(_find_line, _current_frames().values())))
+    if os.access(path, os.F_OK):
+        write_file("", path, json.dumps(lines).encode() + b"\n", os.O_APPEND)
+
+
+def _find_line(innermost: FrameType) -> str | None:
+    """Return where a thread makes a batch, as "`augment` (data.py:41)"; None if it makes none."""
+    frames: list[FrameType] = []
+    for frame in iter_callers(innermost):
+        frames.append(frame)
+        if frame.f_code.co_filename.endswith("/torch/utils/data/_utils/fetch.py"):
+            frame = frames[_find_program_frame(tuple(frame.f_code.co_filename for frame in frames)) or 0]
+            file = os.path.basename(shorten_name(frame.f_code.co_filename))
+            return f"`{shorten_name(frame.f_code.co_qualname)}` ({file}:{frame.f_lineno})"
+    return None

@@ -143,7 +143,7 @@ def install() -> None:
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (*parts, walker, responder)]
-    _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
+    _install_exit_hooks(session, recorder, memory, losses, collectives, loaders, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
 
@@ -167,6 +167,7 @@ def _install_exit_hooks(
     memory: MemoryTracer,
     losses: LossTracer,
     collectives: CollectiveSampler,
+    loaders: LoaderTracer,
     responder: ResponderThread,
     resets: Sequence[Callable[[], None]],
 ) -> None:
@@ -174,7 +175,7 @@ def _install_exit_hooks(
 
     def note_uncaught() -> None:  # shows which of several processes ended the run, and why
         rank, _ = rank_and_world()
-        exception_note = describe_uncaught(rank)
+        exception_note = describe_uncaught(rank, loaders.describe_killed_worker())
         if exception_note is not None:
             append_note(exception_note, "endings.log")
 

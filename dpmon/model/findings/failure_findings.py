@@ -42,14 +42,16 @@ def find_quiet_end(run: RunAnalysis) -> Iterator[Finding]:
             return
         if quiet_ns >= max(MIN_QUIET_NS, _MIN_QUIET_STEPS * longest_median_ns):
             text, advice = f"No step has finished for {quiet_text}{exclusions}.", "dpmon why shows the stack of each"
-            yield Finding("quiet", text, f"{evidence}; {stall.text}", f"{advice} process, the odd one first", 1.0)
+            yield Finding(
+                "quiet", text, f"{evidence}; {stall.text}{_positions(run)}", f"{advice} process, the odd one first", 1.0
+            )
         return
     run_ns = run.end_ns - sum(end - start for start, end in run.paused)
     if quiet_ns >= max(MIN_QUIET_NS, MIN_QUIET_SHARE * run_ns):
         evidence += f", the end at {format_elapsed(run.end_ns)}"
         advice = "the end of the script's output says whether it saved, evaluated or hung"
         if stall is not None:
-            evidence += f"; {stall.text}"
+            evidence += f"; {stall.text}{_positions(run)}"
             advice = "dpmon why shows the stack of each process at that time, the odd one first"
         text = f"No step finished in the last {quiet_text} of the run{exclusions}."
         yield Finding("quiet", text, evidence, advice, quiet_ns / run_ns)
@@ -61,19 +63,47 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"A rank ended without an exception: {run.death}.",
-            "the status that the kernel gave; another rank's exception at that time is usually a consequence",
+            "the status that the kernel gave; another rank's exception at that time is usually a consequence"
+            f"{_positions(run)}",
             "read what this rank wrote before its end: gloo, NCCL and CUDA give a reason before they abort a process;"
             " after SIGKILL, look for a lack of memory (dmesg)",
             1.0,
         )
     elif run.raised is not None:
+        advice = "read the traceback at the end of the output"
+        if "was killed by SIGKILL" in run.raised:
+            advice = (
+                "SIGKILL usually comes from the kernel's OOM killer (dmesg): fewer workers, a smaller prefetch_factor"
+            )
         yield Finding(
             "failed",
             f"An exception ended the run: {run.raised}.",
-            f"the first exception that was not caught; later ones are usually consequences of it{_memory_note(run)}",
-            "read the traceback at the end of the output",
+            "the first exception that was not caught; later ones are usually consequences of it"
+            f"{_memory_note(run)}{_positions(run)}",
+            advice,
             1.0,
         )
+
+
+def _positions(run: RunAnalysis) -> str:
+    """Return where the ranks were in their loops: "; rank 1 left its loop after batch 34; rank 0 was in batch 35".
+
+    Empty if that is the same for all ranks, or unknown. If a rank left, others had more batches.
+    """
+    names: dict[str, list[str]] = {}
+    for process in run.training_processes:
+        step, (span_ns, loop_end_ns) = process.last_step, run.last_times.get(process.process, (-1, -1))
+        if step is None or not step.batch or span_ns < 0:
+            continue
+        end_ns, text = step.start_ns + step.wall_ns, f"had finished batch {step.batch}"
+        if loop_end_ns >= end_ns:
+            text = f"left its loop after batch {step.batch}"
+        elif span_ns >= end_ns:
+            text = f"was in batch {step.batch + 1}"
+        text += f" of loop {step.loop}" * ((step.loop or 0) > 1)
+        names.setdefault(text, []).append(run.names.get(process.process, ""))
+    parts = [f"; {', '.join(same[:4])}{' ...' * (len(same) > 4)} {text}" for text, same in sorted(names.items())]
+    return "".join(parts) if len(parts) > 1 else ""
 
 
 def _memory_note(run: RunAnalysis) -> str:

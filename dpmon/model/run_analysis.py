@@ -144,6 +144,8 @@ class RunAnalysis(LazyFacts):
 
     _derived = ("representative", "training_processes", "device_memory", "processes_by_node", "step")
     store: Store
+    last_times: Mapping[int, tuple[int, int]] = {}
+    """By process: start of its last span, and end of its last loop over a loader (ns); empty without rings."""
 
     def __init__(
         self,
@@ -169,8 +171,6 @@ class RunAnalysis(LazyFacts):
         """The end of a rank that recorded no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
         self.raised = raised
         """The first exception, if the run failed: "rank 1: RuntimeError: no such token (train.py:12)"."""
-        self.last_times: dict[int, tuple[int, int]] = {}
-        """By process: start of its last span, and end of its last loop over a loader (ns); empty without rings."""
         self.selection, self.ended = selection, ended
         self._caches = RunCaches() if caches is None else caches
         self.answers = self._caches.answers

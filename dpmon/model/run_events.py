@@ -123,6 +123,8 @@ class RunEvents:
     """Waits for a line of input: process (None: one that does not train), start, end."""
     warning_count: int = 0
     """Number of all warnings."""
+    checkpoints: tuple[Mapping[str, Any], ...] = ()
+    """The data of the `checkpoint` records."""
 
     @classmethod
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
@@ -154,6 +156,7 @@ class RunEvents:
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
             warning_count,
+            tuple(data("checkpoint", TEXTS_READ)),
         )
 
     @property

@@ -349,6 +349,13 @@ _LOADER_FIELDS = (
     _seconds("iter_s", "duration of __iter__, which starts the workers"),
     _ABSENT,
 )
+_CHECKPOINT_FIELDS = (
+    *_IN_PROCESS,
+    _text("place", "the innermost file and line of the script in the call"),
+    _seconds("save_s", "its duration, from `t_s` on"),
+    _bytes("bytes", "size of the file; missing without a file"),
+    _text("filesystem", "the type of its file system: ext4, nfs4 ...; null if unknown, missing without a file"),
+)
 _DDP_FIELDS = (
     *_IN_PROCESS,
     _integer("wrapper", "its number in the process, from 0"),
@@ -468,6 +475,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             _STALL_FIELDS,
         ),
         RecordSpec("loader", "the start of a DataLoader", _LOADER_FIELDS),
+        RecordSpec("checkpoint", "a call of torch.save that took at least 10 ms", _CHECKPOINT_FIELDS),
         RecordSpec(
             "ddp",
             "the properties of a DistributedDataParallel, recorded once, and again after each change",

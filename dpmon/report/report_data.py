@@ -106,8 +106,8 @@ def analyze_run(
     run = RunAnalysis(
         store, selection, ended, end_ns=end_ns, stop_asked_ns=stop_requested_ns, death=death, raised=raised
     )
-    for ring, _, span_ns in iter_ring_activities(directory):
-        run.last_times[ring.process] = span_ns - start_ns, ring.last_loop_end_ns() - start_ns
+    rings = iter_ring_activities(directory)
+    run.last_times = {ring.process: (ns - start_ns, ring.last_loop_end_ns() - start_ns) for ring, _, ns in rings}
     return run
 
 

@@ -17,6 +17,7 @@
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
+| torch.save | checkpoints |
 | DistributedDataParallel._post_forward | sync passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
@@ -53,6 +54,7 @@ from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
 from dpmon.tracer.note_files import append_note
 from dpmon.tracer.responder_thread import ResponderThread
+from dpmon.tracer.steps.checkpoints import trace_checkpoints
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
@@ -134,6 +136,7 @@ def install() -> None:
     optimizer.register_optimizer_step_post_hook(after_step)
     optimizer.Optimizer.__init__ = memory.wrap_optimizer_init(optimizer.Optimizer.__init__)
     CopyTracer(session, recorder).install()
+    trace_checkpoints(recorder)
     gradients.install()
     losses.install()
     roots.install_registration_hooks()

@@ -34,7 +34,7 @@ def find_quiet_end(run: RunAnalysis) -> Iterator[Finding]:
     quiet_text = format_long_duration(run.until_ns - run.last_step_ns)
     exclusions = f", {format_long_duration(paused_ns)} of it paused" if paused_ns else ""
     exclusions += f", {format_long_duration(waited_ns)} of it {WAITING_TEXT}" if waited_ns else ""
-    evidence = f"the last one at {format_elapsed(run.last_step_ns)}"
+    evidence = f"the last one at {format_elapsed(run.last_step_ns)}{_positions(run)}"
     stall = final_stall(run.announced.stalls, run.last_step_ns)
     if run.end_ns is None:
         longest_median_ns = max(mode.median_ns or 0 for mode in measured)
@@ -42,16 +42,14 @@ def find_quiet_end(run: RunAnalysis) -> Iterator[Finding]:
             return
         if quiet_ns >= max(MIN_QUIET_NS, _MIN_QUIET_STEPS * longest_median_ns):
             text, advice = f"No step has finished for {quiet_text}{exclusions}.", "dpmon why shows the stack of each"
-            yield Finding(
-                "quiet", text, f"{evidence}; {stall.text}{_positions(run)}", f"{advice} process, the odd one first", 1.0
-            )
+            yield Finding("quiet", text, f"{evidence}; {stall.text}", f"{advice} process, the odd one first", 1.0)
         return
     run_ns = run.end_ns - sum(end - start for start, end in run.paused)
     if quiet_ns >= max(MIN_QUIET_NS, MIN_QUIET_SHARE * run_ns):
         evidence += f", the end at {format_elapsed(run.end_ns)}"
         advice = "the end of the script's output says whether it saved, evaluated or hung"
         if stall is not None:
-            evidence += f"; {stall.text}{_positions(run)}"
+            evidence += f"; {stall.text}"
             advice = "dpmon why shows the stack of each process at that time, the odd one first"
         text = f"No step finished in the last {quiet_text} of the run{exclusions}."
         yield Finding("quiet", text, evidence, advice, quiet_ns / run_ns)
@@ -72,9 +70,7 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
     elif run.raised is not None:
         advice = "read the traceback at the end of the output"
         if "was killed by SIGKILL" in run.raised:
-            advice = (
-                "SIGKILL usually comes from the kernel's OOM killer (dmesg): fewer workers, a smaller prefetch_factor"
-            )
+            advice = "SIGKILL usually comes from the kernel's OOM killer (see dmesg): use fewer workers"
         yield Finding(
             "failed",
             f"An exception ended the run: {run.raised}.",
@@ -86,20 +82,16 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
 
 
 def _positions(run: RunAnalysis) -> str:
-    """Return where the ranks were in their loops: "; rank 1 left its loop after batch 34; rank 0 was in batch 35".
-
-    Empty if that is the same for all ranks, or unknown. If a rank left, others had more batches.
-    """
+    """Return where ranks were: "; rank 1 left its loop after batch 34; rank 0 was in batch 35"; empty if all alike."""
     names: dict[str, list[str]] = {}
-    for process in run.training_processes:
+    for process in run.training_processes if run.last_times else ():
         step, (span_ns, loop_end_ns) = process.last_step, run.last_times.get(process.process, (-1, -1))
         if step is None or not step.batch or span_ns < 0:
             continue
-        end_ns, text = step.start_ns + step.wall_ns, f"had finished batch {step.batch}"
+        end_ns = step.start_ns + step.wall_ns
+        text = f"was in batch {step.batch + (span_ns >= end_ns)}"
         if loop_end_ns >= end_ns:
             text = f"left its loop after batch {step.batch}"
-        elif span_ns >= end_ns:
-            text = f"was in batch {step.batch + 1}"
         text += f" of loop {step.loop}" * ((step.loop or 0) > 1)
         names.setdefault(text, []).append(run.names.get(process.process, ""))
     parts = [f"; {', '.join(same[:4])}{' ...' * (len(same) > 4)} {text}" for text, same in sorted(names.items())]

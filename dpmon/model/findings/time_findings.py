@@ -5,8 +5,8 @@ Other advice can make a training slower: worker processes for fetches of 100 us,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import (
@@ -30,7 +30,7 @@ from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.record.schema import SECOND, STEP, STEP_PHASES
 from dpmon.store.steps import StepRow
-from dpmon.text.formatting import format_elapsed, format_long_duration, format_percent
+from dpmon.text.formatting import format_bytes, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.device_usage import HostUsage
@@ -53,6 +53,8 @@ MIN_LONG_STEPS_SHARE, MIN_LONG_STEPS_NS = 0.02, 5_000_000_000
 MIN_BETWEEN_SHARE, MIN_BETWEEN_NS = 0.1, 1_000_000_000
 """Smallest share of active time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
 cent; a tenth matters as much as a tenth of every step."""
+MIN_SAVING_SHARE, MIN_SAVING_NS = 0.05, 500_000_000
+"""Smallest share of active time, and shortest total, of checkpoints to report."""
 MIN_EVALUATION_SHARE = 0.2
 """Smallest share of active time to report."""
 MIN_WORKERS_SHARE = 0.5
@@ -451,6 +453,27 @@ def _slow_fetches_s(stats: StepStats) -> float:
     return time_of_share(stats, stats.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0))
 
 
+def find_costly_checkpoints(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for the line that spends most time on checkpoints, if that is a considerable share."""
+    lines: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for data in run.announced.checkpoints:
+        lines.setdefault((data["process"], data["place"]), []).append(data)
+    saves = max(lines.values(), key=lambda saves: sum(data["save_s"] for data in saves), default=[])
+    save_s, size = sum(data["save_s"] for data in saves), sum(data.get("bytes") or 0 for data in saves)
+    if save_s * SECOND < max(MIN_SAVING_NS, MIN_SAVING_SHARE * run.active_ns):
+        return
+    last, text = saves[-1], f"{format_bytes(size / len(saves))} each at {format_bytes(size / save_s)}/s"
+    yield Finding(
+        "checkpoints",
+        f"Checkpoints{process_suffix(last['process'], run)} take {format_elapsed_share(save_s * SECOND, run)}:"
+        f" {text} to {last.get('filesystem') or 'an unknown file system'} ({last['place']}).",
+        f"{len(saves):,} times torch.save, {format_long_duration(save_s * SECOND)} together",
+        "save less often; torch.distributed.checkpoint.async_save, which writes in the background; a local disk",
+        save_s * SECOND / run.active_ns,
+        save_s,
+    )
+
+
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if the evaluations of a process take much of its time; others may wait for it.
 
@@ -482,5 +505,5 @@ def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
 
 FINDERS = (
     *(find_data_waits, find_slow_copies, find_slow_dp, find_dp_overhead, find_slowdown, find_recovered_stalls),
-    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation),
+    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation, find_costly_checkpoints),
 )

@@ -351,10 +351,12 @@ _LOADER_FIELDS = (
 )
 _CHECKPOINT_FIELDS = (
     *_IN_PROCESS,
+    _text("function", "the function that saved: torch.save, torch.distributed.checkpoint.save ..."),
     _text("place", "the innermost file and line of the script in the call"),
     _seconds("save_s", "its duration, from `t_s` on"),
-    _bytes("bytes", "size of the file; missing without a file"),
-    _text("filesystem", "the type of its file system: ext4, nfs4 ...; null if unknown, missing without a file"),
+    _bytes("bytes", "size of the file, or of the parts that all ranks saved"),
+    _text("filesystem", "the type of its file system: ext4, nfs4 ..."),
+    _ABSENT,
 )
 _DDP_FIELDS = (
     *_IN_PROCESS,
@@ -475,7 +477,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             _STALL_FIELDS,
         ),
         RecordSpec("loader", "the start of a DataLoader", _LOADER_FIELDS),
-        RecordSpec("checkpoint", "a call of torch.save that took at least 10 ms", _CHECKPOINT_FIELDS),
+        RecordSpec("checkpoint", "a save of a checkpoint that took at least 10 ms", _CHECKPOINT_FIELDS),
         RecordSpec(
             "ddp",
             "the properties of a DistributedDataParallel, recorded once, and again after each change",

@@ -49,6 +49,8 @@ class Kind:
     """The value from which a backward pass started: a 64-bit float in place of sizes. Its start is that of the pass."""
     CLOSURE = 22
     """The closure of an optimizer step: code of the script, which is no part of the optimizer phase."""
+    CHECKPOINT = 25
+    """Only an activity: a checkpoint is being saved. No span is written."""
 
 
 DOING = {
@@ -66,6 +68,7 @@ DOING = {
     Kind.COPY: "copy",
     Kind.PAUSE: "paused",
     Kind.SYNC: "sync",
+    Kind.CHECKPOINT: "checkpoint",
 }
 """Activity of a process during a span, by kind; "other" during spans of all other kinds. Phases of a step have the same
 names as in records."""

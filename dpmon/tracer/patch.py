@@ -17,7 +17,7 @@
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
-| torch.save | checkpoints |
+| torch.save; save and async_save of torch.distributed.checkpoint, safetensors.torch.serialize_file | checkpoints |
 | DistributedDataParallel._post_forward | sync passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
@@ -54,7 +54,7 @@ from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
 from dpmon.tracer.note_files import append_note
 from dpmon.tracer.responder_thread import ResponderThread
-from dpmon.tracer.steps.checkpoints import trace_checkpoints
+from dpmon.tracer.steps.checkpoints import CheckpointTracer
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
@@ -98,7 +98,7 @@ def install() -> None:
     primitives = PrimitiveTracer(session, recorder, modes, modules, originals)
     roots = RootFinder(session, recorder, call_tracer)
     memory, walker = MemoryTracer(session, recorder, modules), GrowthWalker(session, recorder)
-    loaders = LoaderTracer(session, recorder)
+    loaders, checkpoints = LoaderTracer(session, recorder), CheckpointTracer(recorder)
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
     collectives = CollectiveSampler(session, recorder)
@@ -110,7 +110,7 @@ def install() -> None:
     session.on_give_up = recorder.stop_writing
     recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
-    recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now), walker.poll(now))
+    recorder.on_poll = lambda now: min(part.poll(now) for part in (roots, memory, collectives, walker, checkpoints))
 
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
@@ -136,7 +136,6 @@ def install() -> None:
     optimizer.register_optimizer_step_post_hook(after_step)
     optimizer.Optimizer.__init__ = memory.wrap_optimizer_init(optimizer.Optimizer.__init__)
     CopyTracer(session, recorder).install()
-    trace_checkpoints(recorder)
     gradients.install()
     losses.install()
     roots.install_registration_hooks()

@@ -148,7 +148,7 @@ _FINDING = {
 _HEALTH_STATE = "the [state](stuck.md#the-state-of-a-run), `elsewhere` or `unsupervised`"
 _HEALTH = {
     "end": "how the run ended, as in `dpmon ls`; null while it is live",
-    "fine": "whether it is training, evaluating or waiting for data",
+    "fine": "whether it is training, evaluating, waiting for data or saving a checkpoint",
 }
 _LISTED_RUN = {
     "state": "the [state](stuck.md#the-state-of-a-run), `finished`, `stopped`, `failed`, `killed` (by a "

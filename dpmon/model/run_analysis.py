@@ -148,6 +148,8 @@ class RunAnalysis(LazyFacts):
 
     _derived = ("representative", "training_processes", "device_memory", "processes_by_node", "step")
     store: Store
+    last_times: Mapping[int, tuple[int, int]] = {}
+    """By process: start of its last span, and end of its last loop over a loader (ns); empty without rings."""
 
     def __init__(
         self,
@@ -724,7 +726,7 @@ class RunAnalysis(LazyFacts):
         rank_of_process = {process: info.rank for process, info in self.announced.info.items()}
         ranks = rank_times_in_window(self.window, rank_of_process, self._node_names)
         steps = sum(self.window.tally(mode).steps for mode in self.window.modes)
-        tally, _ = self.window.process_totals(self._representative_trainer)
+        tally, _ = self.window.process_totals(self.representative_trainer)
         collectives = read_collective_sums(self.store)
         return build_communication(ranks, self.announced.wrappers, collectives, steps, tally=tally, lately=False)
 
@@ -785,7 +787,7 @@ class RunAnalysis(LazyFacts):
         )
 
     @property
-    def _representative_trainer(self) -> int:
+    def representative_trainer(self) -> int:
         """The process that represents the run; if it only evaluates, the lowest rank that trains."""
         candidates = [self.representative_process(mode) for mode in self.window.modes]
         if self._focus in candidates or not candidates:
@@ -872,8 +874,8 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def progress(self) -> Progress:
         """The epochs of the process that represents the training, and its current one."""
-        last = next(iter(read_steps(self.store, 1, process=self._representative_trainer)), None)
-        return progress_of(self.store, self._representative_trainer, last, limit=MAX_EPOCHS, no_time=NO_TIME_IN_REPORT)
+        last = next(iter(read_steps(self.store, 1, process=self.representative_trainer)), None)
+        return progress_of(self.store, self.representative_trainer, last, limit=MAX_EPOCHS, no_time=NO_TIME_IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -987,7 +989,7 @@ class RunAnalysis(LazyFacts):
     def whole_losses(self) -> tuple[LossCurve, ...]:
         """The losses of the process that represents the training, over the whole run."""
         end_s = (self.last_step_ns or 0) // SECOND + 1
-        return read_loss_curves(self.store, self._representative_trainer, 0, end_s, column_width_s(0, end_s))
+        return read_loss_curves(self.store, self.representative_trainer, 0, end_s, column_width_s(0, end_s))
 
     @cached_property
     def first_invalid_losses(self) -> list[InvalidLoss]:

@@ -121,6 +121,8 @@ class RunEvents:
     stalls: tuple[RecordedStall, ...] = ()
     inputs: tuple[tuple[int | None, int, int], ...] = ()
     """Waits for a line of input: process (None: one that does not train), start, end."""
+    checkpoints: tuple[Mapping[str, Any], ...] = ()
+    """The data of the `checkpoint` records."""
     warning_count: int = 0
     """Number of all warnings."""
     flops: tuple[Mapping[str, Any], ...] = ()
@@ -157,6 +159,7 @@ class RunEvents:
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
+            tuple(data("checkpoint", TEXTS_READ + of_ranks)),
             warning_count,
             tuple(data("flops", -1)),
             next((record for record in reversed([*data("profile", TEXTS_READ)]) if "file" in record), None),
@@ -230,6 +233,11 @@ class RunEvents:
     def input_waits(self, process: int) -> tuple[tuple[int, int], ...]:
         """Return start and end of each wait of a process for a line of input."""
         return tuple((start, end) for waiting, start, end in self.inputs if waiting == process)
+
+    def saves(self, process: int) -> list[tuple[int, int]]:
+        """Return start and end (ns) of each save of a checkpoint by a process, oldest first."""
+        own = [data for data in self.checkpoints if data["process"] == process]
+        return [(int(data["t_s"] * SECOND), int((data["t_s"] + data["save_s"]) * SECOND)) for data in own]
 
 
 # ------------------------------------------------------------------------------------------------ records

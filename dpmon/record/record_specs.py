@@ -354,6 +354,15 @@ _LOADER_LINES_FIELDS = (
     _integer("processes", "number of processes that made batches: workers, or the training process itself"),
     _object("lines", "number of samples by function and line of the script, of the 50 lines with most samples"),
 )
+_CHECKPOINT_FIELDS = (
+    *_IN_PROCESS,
+    _text("function", "the function that saved: torch.save, torch.distributed.checkpoint.save ..."),
+    _text("place", "the innermost file and line of the script in the call"),
+    _seconds("save_s", "its duration, from `t_s` on"),
+    _bytes("bytes", "size of the file, or of the parts that all ranks saved"),
+    _text("filesystem", "the type of its file system: ext4, nfs4 ..."),
+    _ABSENT,
+)
 _DDP_FIELDS = (
     *_IN_PROCESS,
     _integer("wrapper", "its number in the process, from 0"),
@@ -489,6 +498,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         ),
         RecordSpec("loader", "the start of a DataLoader", _LOADER_FIELDS),
         RecordSpec("loader_lines", "where a loader makes the batches that the training awaits", _LOADER_LINES_FIELDS),
+        RecordSpec("checkpoint", "a save of a checkpoint that took at least 10 ms", _CHECKPOINT_FIELDS),
         RecordSpec(
             "ddp",
             "the properties of a DistributedDataParallel, recorded once, and again after each change",

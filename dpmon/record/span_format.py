@@ -53,6 +53,8 @@ class Kind:
     """An attention mask: the number of its nonzero values in place of inputs, that of all values for outputs."""
     FLOPS = 24
     """FLOPs are counted from here until the end of the step."""
+    CHECKPOINT = 25
+    """Only an activity: a checkpoint is being saved. No span is written."""
 
 
 DOING = {
@@ -70,6 +72,7 @@ DOING = {
     Kind.COPY: "copy",
     Kind.PAUSE: "paused",
     Kind.SYNC: "sync",
+    Kind.CHECKPOINT: "checkpoint",
 }
 """Activity of a process during a span, by kind; "other" during spans of all other kinds. Phases of a step have the same
 names as in records."""

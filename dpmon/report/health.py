@@ -30,8 +30,8 @@ from dpmon.stalls.run_state import (
     STALLED,
     STARTING,
     TRAINING,
-    WAITING_FOR_DATA,
     WAITING_FOR_INPUT,
+    WAITS,
     RunState,
     decide_state,
     format_state,
@@ -40,7 +40,7 @@ from dpmon.store.store_opening import open_store
 from dpmon.text.formatting import format_calls_so_far, format_count, format_long_duration
 
 _Result = TypeVar("_Result")
-FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
+FINE = (TRAINING, EVALUATING, RUNNING, *WAITS.values())
 """States that are fine. A run that nobody records is not: whether it makes progress is unknown."""
 IS_FINE, NOT_TRAINING, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 5, 6, 124
 """Exit statuses of `dpmon status`."""

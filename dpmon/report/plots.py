@@ -11,7 +11,7 @@ from dpmon.model.rank_stats import slowest_first
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import ModeChange
 from dpmon.model.step_history import Column
-from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
+from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, pause_marks, stall_spans, start_marks
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
 from dpmon.report.document import Plot, PlotMark, PlotSeries, TimeSpan
@@ -54,7 +54,8 @@ def _time_span(run: RunAnalysis) -> TimeSpan:
     plot_marks: list[PlotMark] = []
     plot_marks += ((_to_seconds(change.t_ns or 0), None, change.mode) for change in islice(mode_changes, _MAX_MARKS))
     plot_marks += ((_to_seconds(mark.begin_ns), _to_seconds(mark.end_ns), mark.word) for mark in marks if mark.end_ns)
-    for mark in epoch_marks(run.progress.epochs, lambda time_ns: (time_ns - start_ns) * _PLOT_LETTERS // length_ns):
+    saves = run.announced.saves(run.representative_trainer)
+    for mark in start_marks(run.progress.epochs, saves, lambda ns: (ns - start_ns) * _PLOT_LETTERS // length_ns):
         plot_marks.append((_to_seconds(max(mark.begin_ns, start_ns)), None, mark.word))
     return TimeSpan(_to_seconds(start_ns), _to_seconds(end_ns), plot_marks)
 

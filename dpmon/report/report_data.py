@@ -13,7 +13,7 @@ from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, Selection
 from dpmon.report.health import Health, read_health
-from dpmon.run.activities import nothing_traced_reason
+from dpmon.run.activities import iter_ring_activities, nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
 from dpmon.run.process_notes import READ_BYTES, UncaughtException, trim_launcher_lines
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info, stop_requested_unix
@@ -101,11 +101,14 @@ def analyze_run(
 ) -> RunAnalysis:
     """Return the analysis of the run in `directory`. `exit_info`: how it ended; None while it runs, or if unknown."""
     with closing(RunReader(directory)) as reader:
-        ended = ended_processes(reader.activities())
+        ended, start_ns = ended_processes(reader.activities()), reader.info.start_ns
     end_ns = None if exit_info is None or exit_info.by != "supervisor" else int(exit_info.seconds * 1e9)
-    return RunAnalysis(
+    run = RunAnalysis(
         store, selection, ended, end_ns=end_ns, stop_asked_ns=stop_requested_ns, death=death, raised=raised
     )
+    rings = iter_ring_activities(directory)
+    run.last_times = {ring.process: (ns - start_ns, ring.last_loop_end_ns() - start_ns) for ring, _, ns in rings}
+    return run
 
 
 def _last_output_lines(

@@ -89,6 +89,8 @@ class UncaughtException(NamedTuple):
     line: int | None = None
     frames: Sequence[tuple[str, str, int]] = ()
     """Function, file and line of the innermost calls of its traceback, innermost first."""
+    worker: str | None = None
+    """How a worker of a loader was killed, which explains the exception."""
 
     @property
     def text(self) -> str:
@@ -105,7 +107,7 @@ class UncaughtException(NamedTuple):
         rank_prefix = "" if self.rank is None else f"rank {self.rank}: "
         text = f"{self.kind}: {message}" if message else self.kind
         suffix = "" if self.file is None else f" ({relative_location(cwd, self.file, self.line or 0)})"
-        return f"{rank_prefix}{text}{suffix}"
+        return "; ".join(filter(None, (f"{rank_prefix}{text}{suffix}", self.worker)))
 
 
 def relative_location(directory: str, file: str, line: int) -> str:

@@ -10,8 +10,10 @@ from dpmon.record.shared_names import ELSEWHERE
 
 STARTING, TRAINING, EVALUATING, RUNNING = "starting", "training", "evaluating", "running"
 WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED = "waiting for data", "waiting for input", "paused"
-QUIET, STALLED, ENDED = "quiet", "stalled", "ended"
-STATES = (STARTING, TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED, QUIET, STALLED, ENDED)
+SAVING, QUIET, STALLED, ENDED = "saving a checkpoint", "quiet", "stalled", "ended"
+WAITS = {"data": WAITING_FOR_DATA, "checkpoint": SAVING}
+"""States of a process that has been in an activity for WAIT_SHOWN_NS, by activity."""
+STATES = (STARTING, TRAINING, EVALUATING, RUNNING, *WAITS.values(), WAITING_FOR_INPUT, PAUSED, QUIET, STALLED, ENDED)
 _WORDS_OF_STEPS = {"evaluation": EVALUATING, "forward only": RUNNING}
 """State by the word for the kind of the newest step; any other step belongs to a training."""
 _SHOWN_WORDS = {QUIET: "idle", ELSEWHERE: "on another node"}
@@ -66,8 +68,8 @@ def decide_state(inputs: StateInputs) -> RunState:
         return RunState(WAITING_FOR_INPUT, inputs.input_ns)
     if inputs.stalled_ns is not None:
         return RunState(STALLED, inputs.stalled_ns)
-    if activity == "data" and activity_ns and now_ns - activity_ns > WAIT_SHOWN_NS:
-        return RunState(WAITING_FOR_DATA, activity_ns)
+    if activity in WAITS and activity_ns and now_ns - activity_ns > WAIT_SHOWN_NS:
+        return RunState(WAITS[activity], activity_ns)
     if inputs.seen_ns < 0 and not inputs.calls:
         return RunState(STARTING)
     newest_ns, step_ns = max(inputs.seen_ns, activity_ns, 0), 0 if inputs.step is None else inputs.step.wall_ns

@@ -25,7 +25,7 @@ LEARNED_RATIO = 3
 """A rank may stay at a location for this many times its longest earlier stay."""
 
 
-LEARNED_PHASES = ("data", "copy", "forward", "backward", "optimizer")
+LEARNED_PHASES = ("data", "copy", "forward", "backward", "optimizer", "checkpoint")
 """Activities whose durations are learned as a whole. In the script, they are learned for each line, because otherwise a
 long checkpoint would hide a stall."""
 
@@ -185,7 +185,7 @@ def _default_allowed_ns(rank: RankActivity, awaited: bool) -> int:
     operation_kind = "" if rank.stack is None else rank.stack.operation_kind
     if rank.step is None or operation_kind == "compile" or (rank.between_loops and not awaited):
         return MAX_BUSY_NS
-    if operation_kind == "save":
+    if operation_kind == "save" or rank.doing == "checkpoint":
         return MAX_BUSY_NS if rank.busy is not False or rank.state == "disk wait" else MAX_SAVE_NS
     if rank.busy is not False:
         return MAX_BUSY_DATA_NS if rank.doing == "data" else MAX_BUSY_NS

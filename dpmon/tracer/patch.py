@@ -18,6 +18,7 @@
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
+| torch.save; save and async_save of torch.distributed.checkpoint, safetensors.torch.serialize_file | checkpoints |
 | DistributedDataParallel._post_forward | sync passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
@@ -55,6 +56,7 @@ from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
 from dpmon.tracer.note_files import append_note
 from dpmon.tracer.profiling import StepProfiler
 from dpmon.tracer.responder_thread import ResponderThread, start_thread
+from dpmon.tracer.steps.checkpoints import CheckpointTracer
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.flop_counting import FlopCounter
 from dpmon.tracer.steps.loader_stacks import reply_in_worker
@@ -101,11 +103,11 @@ def install() -> None:
     primitives = PrimitiveTracer(session, recorder, modes, modules, originals)
     roots = RootFinder(session, recorder, call_tracer)
     memory, walker = MemoryTracer(session, recorder, modules), GrowthWalker(session, recorder)
-    loaders = LoaderTracer(session, recorder)
+    loaders, checkpoints = LoaderTracer(session, recorder), CheckpointTracer(recorder)
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
     collectives, profiler = CollectiveSampler(session, recorder), StepProfiler(session, recorder)
-    polled = (flops, roots, memory, collectives, walker, profiler, losses)
+    polled = (flops, roots, memory, collectives, walker, profiler, losses, checkpoints)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
@@ -152,7 +154,7 @@ def install() -> None:
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (flops, *parts, walker, profiler, responder)]
-    _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
+    _install_exit_hooks(session, recorder, memory, losses, collectives, loaders, responder, resets)
     atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
@@ -177,6 +179,7 @@ def _install_exit_hooks(
     memory: MemoryTracer,
     losses: LossTracer,
     collectives: CollectiveSampler,
+    loaders: LoaderTracer,
     responder: ResponderThread,
     resets: Sequence[Callable[[], None]],
 ) -> None:
@@ -184,7 +187,7 @@ def _install_exit_hooks(
 
     def note_uncaught() -> None:  # shows which of several processes ended the run, and why
         rank, _ = rank_and_world()
-        exception_note = describe_uncaught(rank)
+        exception_note = describe_uncaught(rank, loaders.describe_killed_worker())
         if exception_note is not None:
             append_note(exception_note, "endings.log")
 

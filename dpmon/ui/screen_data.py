@@ -25,6 +25,7 @@ from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import (
     PAUSED,
     QUIET,
+    SAVING,
     STALLED,
     STARTING,
     WAIT_SHOWN_NS,
@@ -270,7 +271,7 @@ def describe_activity(screen: ScreenData) -> ActivityText:
         if stage_start_ns > max(screen.state.newest_ns, process.seen_ns):
             return _before_first_batch(screen, "", 0)
         return ActivityText("ending", "wait", "the training process is exiting")
-    if run_state.word in (WAITING_FOR_DATA, QUIET):
+    if run_state.word in (WAITING_FOR_DATA, SAVING, QUIET):
         return ActivityText(format_state(run_state.word), "wait", state_age)
     # The record may be behind on an overloaded machine, but not what the process does now.
     is_long = screen.now_ns - max(process.seen_ns, since_ns) > QUIET_SHOWN_NS and doing in SPAN_PHASES

@@ -12,7 +12,7 @@ from dpmon.model.pauses import build_pauses
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_process import Process
 from dpmon.model.step_history import Column
-from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
+from dpmon.model.time_marks import EPOCH, PAUSED, SAVE, TimeMark, pause_marks, stall_spans, start_marks
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.time_buckets import bucket_start
@@ -27,7 +27,7 @@ _GROWTH_DIVISOR = 4
 """A growing axis becomes longer by up to a fourth at once, because each time the whole history is drawn again."""
 _LOOK_BACK_PARTS = 60
 _SHORT_WORDS = {"evaluation": "eval"}
-_MARK_STYLES = {EPOCH: "bold", PAUSED: "wait"}
+_MARK_STYLES = {EPOCH: "bold", SAVE: "dim", PAUSED: "wait"}
 _RANGE_DIVISOR = 10
 """When the range is full, its oldest tenth goes at once, so that columns do not move with every new one."""
 
@@ -134,7 +134,7 @@ def stall_intervals(screen: ScreenData) -> list[tuple[int, int]]:
 
 
 def choose_marks(screen: ScreenData, axis: TimeAxis, width: int) -> list[TimeMark]:
-    """Return the pauses, and as many starts of epochs as have room on an axis of `width` cells."""
+    """Return the pauses, and as many starts of epochs and of saves as have room on an axis of `width` cells."""
     state, now = _history_end(screen)
     process = state.processes.get(screen.process.process) if screen.process is not None else None
     if process is None:
@@ -142,7 +142,8 @@ def choose_marks(screen: ScreenData, axis: TimeAxis, width: int) -> list[TimeMar
     changes = (change for change in state.pauses if change.process == process.process)
     pauses = build_pauses(changes, lambda _process, _time: None)
     marks = pause_marks(pauses, None if process.paused_since_ns is None else now)
-    return marks + epoch_marks(process.progress.epochs, lambda time_ns: axis.cell_at(time_ns // SECOND, width))
+    saves = state.events.saves(process.process)
+    return marks + start_marks(process.progress.epochs, saves, lambda ns: axis.cell_at(ns // SECOND, width))
 
 
 # ------------------------------------------------------------------------------------------------ samples

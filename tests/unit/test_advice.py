@@ -11,7 +11,7 @@ import pytest
 from dpmon.model.communication import Communication
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_events import LoaderStart
+from dpmon.model.run_events import LoaderStart, RunEvents
 from dpmon.store.gaps import Gap
 from dpmon.store.step_stats import PhaseStats
 from support.analysis_builders import (
@@ -183,3 +183,20 @@ def test_an_advice_is_given_only_where_it_can_help(name: str) -> None:
     for why, evidence in not_given.items():
         said = [finding.advice for finding in find_all(evidence)]
         assert not any(words in advice for advice in said), (why, said)
+
+
+def test_time_between_steps_has_no_checkpoints() -> None:
+    """The finding about checkpoints names their time; what else is between steps has the other finding."""
+    gap = Gap(0, 100, "dp", 10 * SECOND, 14 * SECOND, 4 * SECOND)
+    run = with_changes(HEALTHY_RUN, gaps=(gap,), time_by_activity={"training": 5 * SECOND, "between": 4 * SECOND})
+
+    def seconds(*saves: tuple[float, float]) -> dict[str, float | None]:
+        facts = {"process": 0, "place": "train.py:9", "function": "torch.save", "filesystem": "nfs4"}
+        checkpoints = tuple({**facts, "t_s": start, "save_s": save_s, "bytes": 1 << 30} for start, save_s in saves)
+        found = find_all(with_changes(run, announced=RunEvents(checkpoints=checkpoints)))
+        return {finding.kind: finding.saves_s for finding in found if finding.kind in ("between", "checkpoints")}
+
+    assert seconds() == {"between": 4}
+    assert seconds((10, 3.5)) == {"checkpoints": 3.5}
+    assert seconds((10, 0.5), (11, 1.0)) == {"checkpoints": 1.5, "between": pytest.approx(2.5)}
+    assert seconds((2, 2.0)) == {"checkpoints": 2, "between": 4}, "it was in a step"

@@ -26,6 +26,7 @@ from dpmon.stalls.run_state import (
     PAUSED,
     QUIET,
     RUNNING,
+    SAVING,
     STALLED,
     STARTING,
     TRAINING,
@@ -329,6 +330,13 @@ def test_a_first_checkpoint_or_compilation_may_take_long(frame: Frame, for_s: fl
     assert told(rank(0, BACKWARD), rank(1, (frame, *SCRIPT), for_s=1300, **more)) is not None
 
 
+@pytest.mark.parametrize(("for_s", "more"), [(50, {}), (600, {"state": "disk wait"}), (600, {"busy": True})])
+def test_a_rank_that_saves_is_known_without_its_stack(for_s: float, more: dict[str, Any]) -> None:
+    assert told(rank(0, BACKWARD, for_s=for_s), rank(1, for_s=for_s, doing="checkpoint", **more)) is None
+    assert told(rank(0, BACKWARD), rank(1, for_s=1300, doing="checkpoint", **more)) is not None
+    assert told(rank(0, BACKWARD, for_s=for_s), rank(1, for_s=for_s, doing="other")) is not None
+
+
 def test_a_phase_is_learned_whatever_its_line() -> None:
     usual, step = LearnedDurations(), rank(0, LOADER, doing="data", for_s=60)
     usual.add_duration(step.timing_key, 30 * SECOND)
@@ -618,6 +626,9 @@ SLOW = Step(0, None, 1, "", 0, 3 * SECOND, None, {"backward": 1})
         (StateInputs(NOW, input_ns=NOW - 2 * SECOND, seen_ns=NOW), TRAINING),
         (StateInputs(NOW, activity=("data", NOW - 2 * SECOND)), WAITING_FOR_DATA),
         (StateInputs(NOW, seen_ns=NOW, activity=("data", NOW - SECOND // 2)), TRAINING),
+        (StateInputs(NOW, seen_ns=NOW, activity=("checkpoint", NOW - 2 * SECOND)), SAVING),
+        (StateInputs(NOW, seen_ns=NOW, activity=("checkpoint", NOW - SECOND // 2)), TRAINING),
+        (StateInputs(NOW, stalled_ns=1, activity=("checkpoint", NOW - 2 * SECOND)), STALLED),
         (StateInputs(NOW, step_word="evaluation", seen_ns=NOW), EVALUATING),
         (StateInputs(NOW, step_word="forward only", seen_ns=NOW), RUNNING),
         (StateInputs(NOW, step_word="without gradients", seen_ns=NOW), TRAINING),

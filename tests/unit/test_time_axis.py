@@ -79,6 +79,23 @@ def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
     return with_process(facts, progress=Progress(epochs=tuple(epochs)))
 
 
+def test_starts_of_saves_are_marked_beside_those_of_epochs() -> None:
+    screen = with_epochs(screen_data_of(Training(step_ns=SECOND // 5)), [2, 30, 60])
+    process = shown_process(screen).process
+    saves = tuple({"process": process, "t_s": second, "save_s": 2.0} for second in (20, 45, 75))
+    other_saves = ({"process": process + 1, "t_s": 50.0, "save_s": 2.0},)
+    events = replace(screen.state.events, checkpoints=saves + other_saves)
+    screen = replace(screen, state=screen.state.with_facts(events=events))
+    axis = make_time_axis(screen)
+    marks = choose_marks(screen, axis, 100)
+    assert [mark.begin_ns // SECOND for mark in marks if mark.word == "save"] == [20, 45, 75]
+    assert [m.word for m in marks if m.word != "save"] == ["e1", "e2", "e3"]
+    assert len(choose_marks(screen, axis, 12)) < len(marks), "they have no room"
+    columns = [column(second) for second in range(10, 66)]
+    text = drawn(columns, *(mark for mark in marks if mark.word == "save"))
+    assert text.index("save") == 10
+
+
 def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     training = Training(step_ns=SECOND // 5)
     payloads = [*training.begin(), *training.run(50)]

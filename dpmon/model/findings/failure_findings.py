@@ -34,7 +34,7 @@ def find_quiet_end(run: RunAnalysis) -> Iterator[Finding]:
     quiet_text = format_long_duration(run.until_ns - run.last_step_ns)
     exclusions = f", {format_long_duration(paused_ns)} of it paused" if paused_ns else ""
     exclusions += f", {format_long_duration(waited_ns)} of it {WAITING_TEXT}" if waited_ns else ""
-    evidence = f"the last one at {format_elapsed(run.last_step_ns)}"
+    evidence = f"the last one at {format_elapsed(run.last_step_ns)}{_positions(run)}"
     stall = final_stall(run.announced.stalls, run.last_step_ns)
     if run.end_ns is None:
         longest_median_ns = max(mode.median_ns or 0 for mode in measured)
@@ -61,19 +61,41 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"A rank ended without an exception: {run.death}.",
-            "the status that the kernel gave; another rank's exception at that time is usually a consequence",
+            "the status that the kernel gave; another rank's exception at that time is usually a consequence"
+            f"{_positions(run)}",
             "read what this rank wrote before its end: gloo, NCCL and CUDA give a reason before they abort a process;"
             " after SIGKILL, look for a lack of memory (dmesg)",
             1.0,
         )
     elif run.raised is not None:
+        advice = "read the traceback at the end of the output"
+        if "was killed by SIGKILL" in run.raised:
+            advice = "SIGKILL usually comes from the kernel's OOM killer (see dmesg): use fewer workers"
         yield Finding(
             "failed",
             f"An exception ended the run: {run.raised}.",
-            f"the first exception that was not caught; later ones are usually consequences of it{_memory_note(run)}",
-            "read the traceback at the end of the output",
+            "the first exception that was not caught; later ones are usually consequences of it"
+            f"{_memory_note(run)}{_positions(run)}",
+            advice,
             1.0,
         )
+
+
+def _positions(run: RunAnalysis) -> str:
+    """Return where ranks were: "; rank 1 left its loop after batch 34; rank 0 was in batch 35"; empty if all alike."""
+    names: dict[str, list[str]] = {}
+    for process in run.training_processes if run.last_times else ():
+        step, (span_ns, loop_end_ns) = process.last_step, run.last_times.get(process.process, (-1, -1))
+        if step is None or not step.batch or span_ns < 0:
+            continue
+        end_ns = step.start_ns + step.wall_ns
+        text = f"was in batch {step.batch + (span_ns >= end_ns)}"
+        if loop_end_ns >= end_ns:
+            text = f"left its loop after batch {step.batch}"
+        text += f" of loop {step.loop}" * ((step.loop or 0) > 1)
+        names.setdefault(text, []).append(run.names.get(process.process, ""))
+    parts = [f"; {', '.join(same[:4])}{' ...' * (len(same) > 4)} {text}" for text, same in sorted(names.items())]
+    return "".join(parts) if len(parts) > 1 else ""
 
 
 def _memory_note(run: RunAnalysis) -> str:

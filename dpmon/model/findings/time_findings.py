@@ -5,9 +5,10 @@ Other advice can make a training slower: worker processes for fetches of 100 us,
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dpmon.model.comparison_stats import share_interval
 from dpmon.model.findings.finding import Finding
@@ -31,8 +32,9 @@ from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.record.schema import SECOND, STEP, STEP_PHASES
+from dpmon.store.gaps import Gap
 from dpmon.store.steps import StepRow
-from dpmon.text.formatting import format_elapsed, format_long_duration, format_percent
+from dpmon.text.formatting import format_bytes, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.device_usage import HostUsage
@@ -55,6 +57,8 @@ MIN_LONG_STEPS_SHARE, MIN_LONG_STEPS_NS = 0.02, 5_000_000_000
 MIN_BETWEEN_SHARE, MIN_BETWEEN_NS = 0.1, 1_000_000_000
 """Smallest share of active time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
 cent; a tenth matters as much as a tenth of every step."""
+MIN_SAVING_SHARE, MIN_SAVING_NS = 0.05, 500_000_000
+"""Smallest share of active time, and shortest total, of checkpoints to report."""
 MIN_EVALUATION_SHARE = 0.2
 """Smallest share of active time to report."""
 MIN_WORKERS_SHARE = 0.5
@@ -350,8 +354,8 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
 
 
 def _longest_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
-    """Return the longest steps of a process in a mode, the longest first, without those that mostly wait for input."""
-    waits = run.announced.input_waits(stats.process)
+    """Return the longest steps of a process in a mode, the longest first, but not those that mostly wait or save."""
+    waits = [*run.announced.input_waits(stats.process), *run.announced.saves(stats.process)]
     return [
         step
         for step in run.longest_steps[:MAX_LONG_STEPS]
@@ -435,7 +439,9 @@ def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
 def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if a process spends much time between steps: loaders that start, checkpoints, logging."""
     process, between_ns, active_ns = _most_spent(run, "between")
-    gaps = [gap for gap in run.gaps if gap.process == process]
+    whole_gaps, saves = [gap for gap in run.gaps if gap.process == process], run.announced.saves(process)
+    gaps = sorted((_without_saves(gap, saves) for gap in whole_gaps), key=lambda gap: -gap.ns)
+    between_ns -= sum(gap.ns for gap in whole_gaps) - sum(gap.ns for gap in gaps)
     if not gaps or between_ns < max(MIN_BETWEEN_NS, MIN_BETWEEN_SHARE * active_ns):
         return
     longest, restarts = gaps[0], _worker_restarts(run, process)
@@ -465,12 +471,43 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
+def _without_saves(gap: Gap, saves: Sequence[tuple[int, int]]) -> Gap:
+    """Return a gap without its checkpoints, which have a finding. `saves`: start and end of each (ns), oldest first."""
+    own_saves = saves[bisect(saves, (gap.begin_ns, 0)) : bisect(saves, (gap.end_ns, 0))]
+    return gap._replace(ns=max(gap.ns - overlap_ns(own_saves, gap.begin_ns, gap.end_ns), 0))
+
+
 def _slow_fetches_s(stats: StepStats) -> float:
     """Return the time (s) by which fetches exceed the median, such as the first of each epoch."""
     fetch = stats.phase("data")
     if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
         return 0.0
     return time_of_share(stats, stats.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0))
+
+
+def find_costly_checkpoints(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for the line that spends most time on checkpoints, if that is a considerable share."""
+    lines: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for data in run.announced.checkpoints:
+        lines.setdefault((data["process"], data["place"]), []).append(data)
+    saves = max(lines.values(), key=lambda saves: sum(data["save_s"] for data in saves), default=[])
+    save_s = sum(data["save_s"] for data in saves)
+    if save_s * SECOND < max(MIN_SAVING_NS, MIN_SAVING_SHARE * run.active_ns):
+        return
+    last, size = saves[-1], sum(data.get("bytes") or 0 for data in saves)
+    filesystem = last["filesystem"] or "an unknown file system"
+    text = f"{format_bytes(size / len(saves))} each at {format_bytes(size / save_s)}/s to {filesystem}"
+    if not size:
+        text = f"of unknown size, {last['absent']['bytes']}"
+    yield Finding(
+        "checkpoints",
+        f"Checkpoints{process_suffix(last['process'], run)} take {format_elapsed_share(save_s * SECOND, run)}:"
+        f" {text} ({last['place']}).",
+        f"{len(saves):,} times {last['function']}, {format_long_duration(save_s * SECOND)} together",
+        "save less often; torch.distributed.checkpoint.async_save, which writes in the background; a local disk",
+        save_s * SECOND / run.active_ns,
+        save_s,
+    )
 
 
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
@@ -504,5 +541,5 @@ def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
 
 FINDERS = (
     *(find_data_waits, find_slow_copies, find_slow_dp, find_dp_overhead, find_slowdown, find_recovered_stalls),
-    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation),
+    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation, find_costly_checkpoints),
 )

@@ -49,7 +49,7 @@ def one_line_text(error: BaseException | str) -> str:
     return f"{name} {_STOP_ITERATION_ADVICE if class_name == 'StopIteration' else 'without a message'}"
 
 
-def describe_uncaught(rank: int | None) -> str | None:
+def describe_uncaught(rank: int | None, worker: str | None = None) -> str | None:
     """Return the entry of endings.log for this process's uncaught exception: class name, then JSON; None without it."""
     exception_class = getattr(sys, "last_type", None)
     if exception_class is None:
@@ -60,7 +60,7 @@ def describe_uncaught(rank: int | None) -> str | None:
     spawned = _parse_spawn_exception(name, value)
     if spawned is not None:
         name, message, rank, frames = spawned
-    details: dict[str, object] = {"message": message, "rank": rank}
+    details: dict[str, object] = {"message": message, "rank": rank, "worker": worker}
     index = find_program_frame([file for _, file, _ in frames])
     if index is not None:
         _, file, line = frames[index]

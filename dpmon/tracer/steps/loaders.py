@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from signal import Signals
 from time import monotonic_ns
 from typing import Any
 from weakref import ref
@@ -97,6 +98,19 @@ class LoaderTracer:
             sizes |= length + 1 << 32
         loops[key] = loop << SITE_AT, lambda _: sizes, ref(iterator, lambda _: loops.pop(key, None))
         return loop
+
+    def describe_killed_worker(self) -> str | None:
+        """Return how a signal ended a worker of a running loop, and the peak memory of all ended children; or None."""
+        iterators: list[Any] = [reference() for _, _, reference in self._recorder.loops.values()]  # type: ignore[operator]
+        workers = [(worker, iterator) for iterator in iterators for worker in getattr(iterator, "_workers", ())]
+        for worker, iterator in workers:
+            if (worker.exitcode or 0) < 0:
+                from resource import RUSAGE_CHILDREN, getrusage  # a module that torch does not import
+
+                name, peak_mib = Signals(-worker.exitcode).name, getrusage(RUSAGE_CHILDREN).ru_maxrss >> 10
+                text = f"a DataLoader worker (pid {worker.pid}) was killed by {name} at batch {iterator._rcvd_idx + 1}"
+                return f"{text} with at most {peak_mib:,} MiB resident"
+        return None
 
     def _see(self, instance: object) -> SeenObject:
         """Return the entry of a loader or a dataset. Raises TypeError if it cannot have weak references."""

@@ -732,8 +732,8 @@ class RunAnalysis(LazyFacts):
 
     @cached_property
     def memory_events(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """The newest records about memory, by kind: what grows, samples of the host, the exit."""
-        kinds = "growth", "host", "exit"
+        """The newest records that findings read, by kind: what grows, samples of the host, the exit, compilations."""
+        kinds = "growth", "host", "exit", "compiles"
         return {kind: [event.data for event in read_events(self.store, kind, limit=MEMORY_EVENTS)] for kind in kinds}
 
     # ------------------------------------------------------------------------------------------ modes

@@ -425,6 +425,15 @@ _GROWTH_FIELDS = (
     _list("omitted", "what was not looked at"),
     _ABSENT,
 )
+_COMPILES_FIELDS = (
+    *_IN_PROCESS,
+    _integer("compilations", "number of frames that torch.compile has compiled until now"),
+    _seconds("seconds", "time that they and their backward graphs took"),
+    _seconds("seconds_again", "the part of it after a guard had failed"),
+    _list("functions", "those compiled again most often: function, place, count, guard (the last one), guard_place"),
+    _list("graph_breaks", "lines that broke a graph: place, reason"),
+    _ABSENT,
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -477,6 +486,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("warning", "a message of dpmon", (*_IN_PROCESS, _text("text", "the message"))),
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
+        RecordSpec("compiles", "what torch.compile has compiled, after it changed", _COMPILES_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

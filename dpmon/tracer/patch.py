@@ -53,6 +53,7 @@ from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
 from dpmon.tracer.note_files import append_note
 from dpmon.tracer.responder_thread import ResponderThread
+from dpmon.tracer.steps.compile_events import CompileReader
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
@@ -99,7 +100,7 @@ def install() -> None:
     loaders = LoaderTracer(session, recorder)
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
-    collectives = CollectiveSampler(session, recorder)
+    collectives, compiles = CollectiveSampler(session, recorder), CompileReader(session)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
@@ -108,7 +109,8 @@ def install() -> None:
     session.on_give_up = recorder.stop_writing
     recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
-    recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now), walker.poll(now))
+    pollers = (roots, memory, collectives, walker, compiles)
+    recorder.on_poll = lambda now: min(part.poll(now) for part in pollers)
 
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
@@ -142,7 +144,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (*parts, walker, responder)]
+    resets = [part.reset for part in (*parts, walker, compiles, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()

@@ -68,6 +68,8 @@ RARE_FETCH_RATIO = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 LONG_STEP_SHARE = 0.05
 """Share of the steps that are at least as long as their 95th percentile. Inputs that are rarer do not explain it."""
+MIN_RECOMPILATIONS = 4
+"""Fewest repeated compilations of a function: for evaluation, and for a smaller last batch, up to three are usual."""
 
 
 # ------------------------------------------------------------------------------------------------ phases of every step
@@ -237,6 +239,38 @@ def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
         _VIRTUAL_ADVICE if any(stats.virtual for stats in run.modes) else advice,
         1 - value,
     )
+
+
+# ------------------------------------------------------------------------------------------------ lines of the script
+
+_GUARD_ADVICE = (
+    "if a size differs: batches of one size (drop_last=True, a padded last batch), torch._dynamo.mark_dynamic, or"
+    " torch.compile(dynamic=True); otherwise keep what the guard compares constant, or pass it as a tensor"
+)
+
+
+def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield findings for a function that torch.compile compiles again and again, and for lines that break a graph."""
+    newest = {data["process"]: data for data in run.memory_events.get("compiles", ()) if data.get("compilations")}
+    for process, data in sorted(newest.items(), key=lambda item: -item[1]["seconds_again"])[:1]:
+        who, total_ns = f"torch.compile{process_suffix(process, run)}", data["seconds"] * SECOND
+        again_ns = data["seconds_again"] * SECOND
+        for worst in [function for function in data["functions"] if function["count"] >= MIN_RECOMPILATIONS][:1]:
+            line = f" ({worst['guard_place']})" if worst["guard_place"] else ""
+            yield Finding(
+                "recompiled",
+                f"{who} compiled {data['compilations']:,} times in {format_long_duration(total_ns)},"
+                f" {format_elapsed_share(total_ns, run)}: {worst['function']} ({worst['place']}) was compiled again"
+                f" {worst['count']:,} times, the last time because `{worst['guard']}`{line} failed.",
+                f"the repeated compilations took {format_long_duration(again_ns)}",
+                _GUARD_ADVICE,
+                again_ns / run.until_ns,
+                again_ns / SECOND,
+            )
+        breaks = [f"{place} ({reason})" for place, reason in data["graph_breaks"]]
+        if breaks:
+            text, evidence = f"{who} breaks its graph at {breaks[-1]}.", f"{len(breaks)} found: {'; '.join(breaks)}"
+            yield Finding("graph break", text, evidence, "move the line out of the compiled function", 0.001)
 
 
 # ------------------------------------------------------------------------------------------------ steps that differ
@@ -482,5 +516,5 @@ def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
 
 FINDERS = (
     *(find_data_waits, find_slow_copies, find_slow_dp, find_dp_overhead, find_slowdown, find_recovered_stalls),
-    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation),
+    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation, find_compilations),
 )

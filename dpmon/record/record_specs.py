@@ -430,7 +430,7 @@ _COMPILES_FIELDS = (
     _integer("compilations", "number of frames that torch.compile has compiled until now"),
     _seconds("seconds", "time that they and their backward graphs took"),
     _seconds("seconds_again", "the part of it after a guard had failed"),
-    _list("functions", "those compiled again most often: function, place, count, guard (the last one), guard_place"),
+    _list("functions", "compiled again most often: function, place, count, guard (last of its form), guard_place"),
     _list("graph_breaks", "lines that broke a graph: place, reason"),
     _ABSENT,
 )

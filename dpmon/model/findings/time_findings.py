@@ -261,7 +261,7 @@ def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
                 "recompiled",
                 f"{who} compiled {data['compilations']:,} times in {format_long_duration(total_ns)},"
                 f" {format_elapsed_share(total_ns, run)}: {worst['function']} ({worst['place']}) was compiled again"
-                f" {worst['count']:,} times, the last time because `{worst['guard']}`{line} failed.",
+                f" {worst['count']:,} times because of a guard like `{worst['guard']}`{line}.",
                 f"the repeated compilations took {format_long_duration(again_ns)}",
                 _GUARD_ADVICE,
                 again_ns / run.until_ns,

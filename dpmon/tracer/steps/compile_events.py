@@ -27,7 +27,7 @@ class CompileReader:
         """Set the initial state, also in a forked child."""
         self._due_ns = self._recorded_count = 0
         self._seconds_again, self._newest = 0.0, None
-        self._functions: dict[str, dict[str, Any]] = {}
+        self._functions: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def poll(self, now: int) -> int:
         """Read what is new, and record it if there is enough. Return when to call again (monotonic ns)."""
@@ -72,7 +72,8 @@ class CompileReader:
         if entry.co_name and entry.recompile_reason and len(self._functions) < MAX_KEPT:
             name = shorten_name(_RESUMED.sub(r"\1", entry.co_name))
             line = innermost_script_line([(entry.co_filename, entry.co_firstlineno)]) or "a library"
-            function = self._functions.setdefault(f"{name} {line}", {"function": name, "place": line, "count": 0})
-            function["count"] += 1
-            function["guard"] = shorten_name(_GUARD.findall(entry.recompile_reason)[0])
+            guard = shorten_name(_GUARD.findall(entry.recompile_reason)[0])
+            key = name, line, re.sub(r"\d+", "0", guard)  # the same guard with other numbers
+            function = self._functions.setdefault(key, {"function": name, "place": line, "count": 0})
+            function.update(count=function["count"] + 1, guard=guard)
             function["guard_place"] = innermost_script_line(_FRAME.findall(entry.recompile_reason))

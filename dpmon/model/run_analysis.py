@@ -733,7 +733,7 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def memory_events(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         """The newest records that findings read, by kind: what grows, samples of the host, the exit, compilations."""
-        kinds = "growth", "host", "exit", "compiles"
+        kinds = "growth", "host", "exit", "compiles", "host_syncs"
         return {kind: [event.data for event in read_events(self.store, kind, limit=MEMORY_EVENTS)] for kind in kinds}
 
     # ------------------------------------------------------------------------------------------ modes

@@ -434,6 +434,12 @@ _COMPILES_FIELDS = (
     _list("graph_breaks", "lines that broke a graph: place, reason"),
     _ABSENT,
 )
+_HOST_SYNCS_FIELDS = (
+    *_IN_PROCESS,
+    _WALL_MS,
+    _list("lines", "the lines of the script that waited: place, function, number of calls, time (ns)"),
+    _ABSENT,
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -487,6 +493,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
         RecordSpec("compiles", "what torch.compile has compiled, after it changed", _COMPILES_FIELDS),
+        RecordSpec("host_syncs", "a sampled step: where its host waited for a GPU", _HOST_SYNCS_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

@@ -20,6 +20,7 @@
 | DistributedDataParallel._post_forward | sync passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
+| methods of Tensor that wait for a GPU, torch.cuda.synchronize, during sampled steps | lines that wait |
 | capture_begin, capture_end of CUDAGraph, accelerator.Graph, before the first timed phase | no events in captures |
 """
 
@@ -55,6 +56,7 @@ from dpmon.tracer.note_files import append_note
 from dpmon.tracer.responder_thread import ResponderThread
 from dpmon.tracer.steps.compile_events import CompileReader
 from dpmon.tracer.steps.copies import CopyTracer
+from dpmon.tracer.steps.host_syncs import HostSyncSampler
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
 from dpmon.tracer.steps.optimizers import OptimizerTracer, PreHooks
@@ -109,7 +111,8 @@ def install() -> None:
     session.on_give_up = recorder.stop_writing
     recorder.on_idle, optimizers.on_no_call = lambda: roots.watch(missed=True), roots.warn_no_call_seen
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
-    pollers = (roots, memory, collectives, walker, compiles)
+    syncs = HostSyncSampler(session, recorder)
+    pollers = (roots, memory, collectives, walker, compiles, syncs)
     recorder.on_poll = lambda now: min(part.poll(now) for part in pollers)
 
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
@@ -144,7 +147,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (*parts, walker, compiles, responder)]
+    resets = [part.reset for part in (*parts, walker, compiles, syncs, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()

@@ -5,6 +5,7 @@ Other advice can make a training slower: worker processes for fetches of 100 us,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,9 @@ LONG_STEP_SHARE = 0.05
 """Share of the steps that are at least as long as their 95th percentile. Inputs that are rarer do not explain it."""
 MIN_RECOMPILATIONS = 4
 """Fewest repeated compilations of a function: for evaluation, and for a smaller last batch, up to three are usual."""
+MIN_SYNC_SAMPLES, MIN_SYNC_STEPS, MIN_SYNC_SHARE = 3, 0.8, 0.05
+"""Fewest sampled steps; smallest share of them with a wait at this line, and of their time. The early steps of a run
+or a line that waits every hundredth step are no reason."""
 
 
 # ------------------------------------------------------------------------------------------------ phases of every step
@@ -271,6 +275,39 @@ def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
         if breaks:
             text, evidence = f"{who} breaks its graph at {breaks[-1]}.", f"{len(breaks)} found: {'; '.join(breaks)}"
             yield Finding("graph break", text, evidence, "move the line out of the compiled function", 0.001)
+
+
+def find_host_syncs(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for the line that waits longest for a GPU in (nearly) every sampled step of a process.
+
+    The GPU's work is waited for anyway. At most its idle time can be saved, so nothing is reported if it is busy.
+    """
+    waits: Counter[tuple[int, str, str]] = Counter()
+    seen: Counter[tuple[int, str, str]] = Counter()
+    samples = [data for data in run.memory_events.get("host_syncs", ()) if data["wall_ms"]]
+    for data in samples:
+        for place, call, _, ns in data["lines"]:
+            waits[data["process"], place, call] += ns
+            seen[data["process"], place, call] += 1
+    for (process, place, call), ns in waits.most_common():
+        steps = [data["wall_ms"] * 1e6 for data in samples if data["process"] == process]
+        count, share = seen[process, place, call], ns / sum(steps)
+        busy_pct = [usage.util_median for usage in run.device_usage if usage.of_run and usage.util_median is not None]
+        if len(steps) < MIN_SYNC_SAMPLES or count < MIN_SYNC_STEPS * len(steps) or share < MIN_SYNC_SHARE:
+            continue
+        idle = 1 - max(busy_pct) / 100 if busy_pct else None
+        yield Finding(
+            "sync",
+            f"{place} `{call}` waits {format_long_duration(ns / count)} for the GPU in every step"
+            f"{process_suffix(process, run)}: {format_percent(share)} of step time.",
+            f"in {count} of {len(steps)} sampled steps"
+            + ("; the GPU's idle time is not known" if idle is None else f"; the GPU is idle {format_percent(idle)}"),
+            "read the value every n steps, or keep the sum on the GPU (detach) and read it once an epoch; the GPU's own"
+            " work is waited for anyway, so this saves at most the time for which the GPU is idle",
+            share,
+            None if idle is None else min(share, idle) * run.active_ns / SECOND,
+        )
+        return
 
 
 # ------------------------------------------------------------------------------------------------ steps that differ
@@ -516,5 +553,12 @@ def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
 
 FINDERS = (
     *(find_data_waits, find_slow_copies, find_slow_dp, find_dp_overhead, find_slowdown, find_recovered_stalls),
-    *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation, find_compilations),
+    *(
+        find_long_steps,
+        find_uneven_steps,
+        find_gaps_between_steps,
+        find_costly_evaluation,
+        find_compilations,
+        find_host_syncs,
+    ),
 )

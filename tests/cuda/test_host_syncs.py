@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 
 tracer = sys.modules.get("dpmon.tracer.steps.host_syncs")
 if tracer is not None:
-    tracer.INTERVAL_NS = 0
+    tracer.INTERVAL_NS = tracer.MIN_WAIT_NS = 0
 before = {name: vars(torch.Tensor).get(name) for name in dir(torch.Tensor)}, torch.cuda.synchronize
 model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -67,11 +68,12 @@ def waits(run: TracedRun) -> list[dict[tuple[str, str], tuple[int, float]]]:
 
 
 def test_the_lines_that_wait(tmp_path: Path, gpus: SimulatedCuda) -> None:
-    samples = waits(run_traced(tmp_path, TEXT, env=gpus.environment(1, kernel_us=500)))
+    samples = waits(run_traced(tmp_path, TEXT, env=gpus.environment(1, kernel_us=3000)))
     assert len(samples) >= 20
     waiting = [sample[EVERY_STEP, "item"] for sample in samples if (EVERY_STEP, "item") in sample]
-    assert len(waiting) >= 0.9 * len(samples)
-    assert all(count == 1 and ms >= 0.5 for count, ms in waiting)
+    assert len(waiting) >= len(samples) - 3, "all but those of the last steps, which do not wait"
+    assert {count for count, _ in waiting} == {1}
+    assert median(ms for _, ms in waiting) >= 3.0, "a kernel or more"
     assert sum(any(place == SOMETIMES for place, _ in sample) for sample in samples) <= 3
     assert not any(call == "tolist" for sample in samples for _, call in sample)
 

@@ -66,6 +66,7 @@ def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Pa
             "sampled",
             "loss",
             "compiles",
+            "host_syncs",
         )
     )
     calls = table(directory, "call", where)

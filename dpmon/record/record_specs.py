@@ -457,6 +457,21 @@ _PROFILE_FIELDS = (
     _text("file", "the trace, in the directory of the run; missing if there is none"),
     _text("refused", "why there is no profile; missing if there is one"),
 )
+_COMPILES_FIELDS = (
+    *_IN_PROCESS,
+    _integer("compilations", "number of frames that torch.compile has compiled until now"),
+    _seconds("seconds", "time that they and their backward graphs took"),
+    _seconds("seconds_again", "the part of it after a guard had failed"),
+    _list("functions", "compiled again most often: function, place, count, guard (last of its form), guard_place"),
+    _list("graph_breaks", "lines that broke a graph: place, reason"),
+    _ABSENT,
+)
+_HOST_SYNCS_FIELDS = (
+    *_IN_PROCESS,
+    _WALL_MS,
+    _list("lines", "the lines of the script that waited: place, function, number of calls, time (ns)"),
+    _ABSENT,
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -510,6 +525,8 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
         RecordSpec("flops", "the FLOPs of one step, counted for each new combination of input sizes", _FLOPS_FIELDS),
         RecordSpec("profile", "the start or the end of a profile by torch.profiler, or a refusal", _PROFILE_FIELDS),
+        RecordSpec("compiles", "what torch.compile has compiled, after it changed", _COMPILES_FIELDS),
+        RecordSpec("host_syncs", "a sampled step: where its host waited for a GPU", _HOST_SYNCS_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

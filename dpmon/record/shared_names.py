@@ -66,6 +66,12 @@ def is_script_file(file: str) -> bool:
     return not (_NOT_SCRIPT.search(file) or _COMMAND.search(file))
 
 
+def innermost_script_line(lines: Iterable[tuple[str, Any]]) -> str | None:
+    """Return the last of some files and lines that is the script's, as "model.py:12"; None if there is none."""
+    places = [f"{file.rpartition('/')[2]}:{line}" for file, line in lines if is_script_file(file)]
+    return shorten_name(places[-1]) if places else None
+
+
 def find_program_frame(files: Sequence[str]) -> int | None:
     """Return the index of the innermost frame of the program, given the files of a stack, innermost first.
 

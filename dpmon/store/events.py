@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
 
-_UNLIMITED_KINDS = ("warning", "input", "stall", "loader", "ddp", "growth", "oom", "profile", "checkpoint")
+_UNLIMITED_KINDS = (
+    *("warning", "input", "stall", "loader", "ddp", "growth", "oom"),
+    *("profile", "checkpoint", "compiles", "host_syncs"),
+)
 LASTING_KINDS = ("process", "mode", "exit", "pause", "flops", *_UNLIMITED_KINDS)
 """Events that are kept when older rows are deleted, because they concern the whole run; of some kinds, the newest."""
 LASTING = f"kind IN ({', '.join(map(repr, LASTING_KINDS))})"

@@ -22,6 +22,7 @@
 | DistributedDataParallel._post_forward | sync passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
+| methods of Tensor that wait for a GPU, torch.cuda.synchronize, during sampled steps | lines that wait |
 | capture_begin, capture_end of CUDAGraph, accelerator.Graph, before the first timed phase | no events in captures |
 """
 
@@ -57,8 +58,10 @@ from dpmon.tracer.note_files import append_note
 from dpmon.tracer.profiling import StepProfiler
 from dpmon.tracer.responder_thread import ResponderThread, start_thread
 from dpmon.tracer.steps.checkpoints import CheckpointTracer
+from dpmon.tracer.steps.compile_events import CompileReader
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.flop_counting import FlopCounter
+from dpmon.tracer.steps.host_syncs import HostSyncSampler
 from dpmon.tracer.steps.loader_stacks import reply_in_worker
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
@@ -107,7 +110,8 @@ def install() -> None:
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
     collectives, profiler = CollectiveSampler(session, recorder), StepProfiler(session, recorder)
-    polled = (flops, roots, memory, collectives, walker, profiler, losses, checkpoints)
+    compiles, syncs = CompileReader(session), HostSyncSampler(session, recorder)
+    polled = (flops, roots, memory, collectives, walker, profiler, losses, checkpoints, compiles, syncs)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
@@ -153,7 +157,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (flops, *parts, walker, profiler, responder)]
+    resets = [part.reset for part in (flops, *parts, walker, profiler, compiles, syncs, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, loaders, responder, resets)
     atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again

@@ -13,7 +13,8 @@ class Finding(NamedTuple):
     kind: str
     """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, slow link, low use,
     small kernels, drift, stall, long steps, spread, between, evaluation, quiet, failed, loss, crowded, straggler,
-    in turn, own collectives, exposed, bucket, accumulation, unused, memory, checkpoints."""
+    in turn, own collectives, exposed, bucket, accumulation, unused, memory, checkpoints,
+    recompiled, graph break, sync."""
     text: str
     """The problem, in one sentence."""
     ground: str

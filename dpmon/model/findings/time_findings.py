@@ -74,6 +74,11 @@ RARE_FETCH_RATIO = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 LONG_STEP_SHARE = 0.05
 """Share of the steps that are at least as long as their 95th percentile. Inputs that are rarer do not explain it."""
+MIN_RECOMPILATIONS = 4
+"""Fewest repeated compilations of a function: for evaluation, and for a smaller last batch, up to three are usual."""
+MIN_SYNC_SAMPLES, MIN_SYNC_STEPS, MIN_SYNC_SHARE = 3, 0.8, 0.05
+"""Fewest sampled steps; smallest share of them with a wait at this line, and of their time. The early steps of a run
+or a line that waits every hundredth step are no reason."""
 
 
 # ------------------------------------------------------------------------------------------------ phases of every step
@@ -262,6 +267,71 @@ def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
         _VIRTUAL_ADVICE if any(stats.virtual for stats in run.modes) else advice,
         1 - value,
     )
+
+
+# ------------------------------------------------------------------------------------------------ lines of the script
+
+_GUARD_ADVICE = (
+    "if a size differs: batches of one size (drop_last=True, a padded last batch), torch._dynamo.mark_dynamic, or"
+    " torch.compile(dynamic=True); otherwise keep what the guard compares constant, or pass it as a tensor"
+)
+
+
+def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield findings for a function that torch.compile compiles again and again, and for lines that break a graph."""
+    newest = {data["process"]: data for data in run.memory_events.get("compiles", ()) if data.get("compilations")}
+    for process, data in sorted(newest.items(), key=lambda item: -item[1]["seconds_again"])[:1]:
+        who, total_ns = f"torch.compile{process_suffix(process, run)}", data["seconds"] * SECOND
+        again_ns = data["seconds_again"] * SECOND
+        for worst in [function for function in data["functions"] if function["count"] >= MIN_RECOMPILATIONS][:1]:
+            line = f" ({worst['guard_place']})" if worst["guard_place"] else ""
+            yield Finding(
+                "recompiled",
+                f"{who} compiled {data['compilations']:,} times in {format_long_duration(total_ns)},"
+                f" {format_elapsed_share(total_ns, run)}: {worst['function']} ({worst['place']}) was compiled again"
+                f" {worst['count']:,} times because of a guard like `{worst['guard']}`{line}.",
+                f"the repeated compilations took {format_long_duration(again_ns)}",
+                _GUARD_ADVICE,
+                again_ns / run.until_ns,
+                again_ns / SECOND,
+            )
+        breaks = [f"{place} ({reason})" for place, reason in data["graph_breaks"]]
+        if breaks:
+            text, evidence = f"{who} breaks its graph at {breaks[-1]}.", f"{len(breaks)} found: {'; '.join(breaks)}"
+            yield Finding("graph break", text, evidence, "move the line out of the compiled function", 0.001)
+
+
+def find_host_syncs(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for the line that waits longest for a GPU in (nearly) every sampled step of a process.
+
+    The GPU's work is waited for anyway. At most its idle time can be saved, so nothing is reported if it is busy.
+    """
+    waits: Counter[tuple[int, str, str]] = Counter()
+    seen: Counter[tuple[int, str, str]] = Counter()
+    samples = [data for data in run.memory_events.get("host_syncs", ()) if data["wall_ms"]]
+    for data in samples:
+        for place, call, _, ns in data["lines"]:
+            waits[data["process"], place, call] += ns
+            seen[data["process"], place, call] += 1
+    for (process, place, call), ns in waits.most_common():
+        steps = [data["wall_ms"] * 1e6 for data in samples if data["process"] == process]
+        count, share = seen[process, place, call], ns / sum(steps)
+        busy_pct = [usage.util_median for usage in run.device_usage if usage.of_run and usage.util_median is not None]
+        if len(steps) < MIN_SYNC_SAMPLES or count < MIN_SYNC_STEPS * len(steps) or share < MIN_SYNC_SHARE:
+            continue
+        idle = 1 - max(busy_pct) / 100 if busy_pct else None
+        yield Finding(
+            "sync",
+            f"{place} `{call}` waits {format_long_duration(ns / count)} for the GPU in every step"
+            f"{process_suffix(process, run)}: {format_percent(share)} of step time.",
+            f"in {count} of {len(steps)} sampled steps"
+            + ("; the GPU's idle time is not known" if idle is None else f"; the GPU is idle {format_percent(idle)}"),
+            "read the value every n steps, or keep the sum on the GPU (detach) and read it once an epoch; the GPU's own"
+            " work is waited for anyway, so this saves at most the time for which the GPU is idle",
+            share,
+            None if idle is None else min(share, idle) * run.active_ns / SECOND,
+        )
+        return
 
 
 # ------------------------------------------------------------------------------------------------ steps that differ
@@ -542,4 +612,5 @@ def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
 FINDERS = (
     *(find_data_waits, find_slow_copies, find_slow_dp, find_dp_overhead, find_slowdown, find_recovered_stalls),
     *(find_long_steps, find_uneven_steps, find_gaps_between_steps, find_costly_evaluation, find_costly_checkpoints),
+    *(find_compilations, find_host_syncs),
 )

@@ -425,6 +425,18 @@ _GROWTH_FIELDS = (
     _list("omitted", "what was not looked at"),
     _ABSENT,
 )
+_CHECK_FIELDS = (
+    *_IN_PROCESS,
+    _integer("step", "the step of the update"),
+    _integer("update", "the number of optimizer steps in the process, this one included"),
+    _text("optimizer_class", "the class of the optimizer"),
+    _list("roots", "the classes of the models that it trains"),
+    _list("no_gradient", "names of its parameters that require a gradient and have none"),
+    _list("rates", "the learning rate of each group of its parameters; null if it is not a number"),
+    _boolean("evaluating", "whether one of the models has Dropout or BatchNorm, but is in eval mode"),
+    _list("weights", "one value of each of a few of its parameters that are not sharded"),
+    _list("losses", "the loss of the last backward pass of each line that calls backward"),
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -477,6 +489,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("warning", "a message of dpmon", (*_IN_PROCESS, _text("text", "the message"))),
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
+        RecordSpec("check", "what an optimizer and its models look like after one of a few updates", _CHECK_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

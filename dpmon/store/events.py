@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection
     from dpmon.store.store_queries import Store
 
-LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp", "growth", "oom")
+_UNLIMITED_KINDS = ("warning", "input", "stall", "loader", "ddp", "growth", "check", "oom")
+LASTING_KINDS = ("process", "mode", "exit", "pause", *_UNLIMITED_KINDS)
 """Events that are kept when older rows are deleted, because they concern the whole run; of some kinds, the newest."""
 LASTING = f"kind IN ({', '.join(map(repr, LASTING_KINDS))})"
 IS_SAMPLE = "kind IN ('device', 'host')"
@@ -35,7 +36,6 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 """
 MAX_LASTING = 10_000
 """How many lasting events of each unlimited kind are kept in a history that has reached its size limit."""
-_UNLIMITED_KINDS = ("warning", "input", "stall", "loader", "ddp", "growth", "oom")
 HOST = -1
 """Device index of the host."""
 _MAX_PROCESS_EVENTS = 64

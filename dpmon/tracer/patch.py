@@ -59,6 +59,7 @@ from dpmon.tracer.steps.losses import LossTracer
 from dpmon.tracer.steps.optimizers import OptimizerTracer, PreHooks
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.span_recorder import SpanRecorder
+from dpmon.tracer.training_checks import TrainingChecks
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
@@ -100,6 +101,7 @@ def install() -> None:
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
     collectives = CollectiveSampler(session, recorder)
+    checks = TrainingChecks(session, modules, losses)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
@@ -110,6 +112,7 @@ def install() -> None:
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
     recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now), walker.poll(now))
 
+    optimizers.on_check = checks.poll
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
     modules.on_gpu_call = recorder.start_device_timing
@@ -142,7 +145,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (*parts, walker, responder)]
+    resets = [part.reset for part in (*parts, walker, checks, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()

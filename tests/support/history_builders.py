@@ -445,7 +445,10 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
     "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
     "memory_events": {"growth": [], "host": [], "exit": []},
-    "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS, between_activities=["between"]),
+    "store": SimpleNamespace(
+        pruned=0, kind_words=STEP_KINDS, between_activities=["between"], until_ns=0,
+        connection=SimpleNamespace(rows=lambda *_: ()),
+    ),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmon.tracer.core.session import Session, TracerConfig
-from dpmon.tracer.steps.losses import BackwardCaller, LossTracer
+from dpmon.tracer.steps.losses import LossTracer
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 
@@ -38,6 +38,7 @@ class Events:
 
 class OnGpu(torch.Tensor):
     device_number = 0
+    is_cuda = True
 
     def get_device(self) -> int:
         return self.device_number
@@ -59,8 +60,8 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> LossTracer:
 
 def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) -> None:
     for device in (0, 1, 1, 0):
-        assert losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(device)])
-        assert not losses._copy(BackwardCaller("train.py:2"), 0, [loss_on(device)]), "one at a time"
+        assert losses.read_values([loss_on(device)], print)
+        assert not losses.read_values([loss_on(device)], print), "one at a time"
         assert losses._pending_copy is not None
         losses._read_copy(losses._pending_copy)
         assert losses._pending_copy is None
@@ -76,12 +77,12 @@ def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTra
 
     loss = loss_on(0)
     with torch._C.DisableTorchFunction(), Operators():
-        losses._copy(BackwardCaller("train.py:1"), 0, [loss])
+        losses.read_values([loss], print)
     assert seen == []
 
 
 def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: LossTracer) -> None:
-    losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(0)])
+    losses.read_values([loss_on(0)], print)
     assert losses._pending_copy is not None
     assert losses._pinned_memory is not None
     parts = [weakref.ref(losses._pending_copy.event), weakref.ref(losses._pinned_memory)]

@@ -13,7 +13,7 @@ class Finding(NamedTuple):
     kind: str
     """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall,
     long steps, spread, between, evaluation, quiet, failed, loss, crowded, straggler, in turn, own collectives, exposed,
-    bucket, accumulation, unused, memory."""
+    bucket, accumulation, unused, memory, wrong."""
     text: str
     """The problem, in one sentence."""
     ground: str

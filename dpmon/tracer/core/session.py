@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -360,6 +360,16 @@ class Session:
     def guard(self, operation: str, fatal: bool = True) -> TracerErrorGuard:
         """Return a guard for a block; the warning names its `operation`. Hot code uses `try` and `count_error`."""
         return TracerErrorGuard(self, operation, fatal)
+
+    @contextmanager
+    def hidden(self, operation: str) -> Iterator[None]:
+        """Guard a block that runs rarely, and hide it from dynamo and from the script's function modes."""
+        dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile the functions that the block calls
+        try:
+            with self.guard(operation, fatal=False), torch._C.DisableTorchFunction():
+                yield
+        finally:
+            set_eval_frame(dynamo_callback)
 
     def count_error(self, operation: str, error: BaseException, fatal: bool = True) -> None:
         """Count a fault of ours. With `fatal`, the third fault in the same operation switches the tracer off.

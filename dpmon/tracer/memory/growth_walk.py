@@ -33,7 +33,7 @@ from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.hidden_frames import iter_callers
 from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import class_name
-from dpmon.tracer.core.session import Session, set_eval_frame
+from dpmon.tracer.core.session import Session
 from dpmon.tracer.memory.allocator import end_allocation_history, start_allocation_history
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
@@ -93,13 +93,9 @@ class GrowthWalker:
         if self._work is not None or request != self._handled_request:
             self._handled_request = request
             work, self._work = self._work or self._look_twice(), None  # a fault or an interrupt ends it
-            dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
-            try:
-                with self._session.guard("growth of memory", fatal=False), torch._C.DisableTorchFunction():
-                    if next(work, work) is None:
-                        self._work, self._next_ns = work, 0
-            finally:
-                set_eval_frame(dynamo_callback)
+            with self._session.hidden("growth of memory"):
+                if next(work, work) is None:
+                    self._work, self._next_ns = work, 0
         return self._next_ns
 
     def _look_twice(self) -> Iterator[None]:

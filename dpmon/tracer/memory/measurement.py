@@ -18,7 +18,7 @@ from dpmon.record.span_format import INSIDE_AT, Kind
 from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModules
 from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
 from dpmon.tracer.core.identity_table import IdentityTable
-from dpmon.tracer.core.session import Session, set_eval_frame
+from dpmon.tracer.core.session import Session
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.storages import GRADIENTS, STATES, StorageWalk
 from dpmon.tracer.steps.span_recorder import SpanRecorder
@@ -95,20 +95,12 @@ class MemoryTracer:
         return self._due_ns
 
     def _measure(self) -> None:
-        """Measure now, and record the result. Called after a backward pass if there are any."""
-        dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
-        try:
-            self._measure_now()
-        finally:
-            set_eval_frame(dynamo_callback)
-
-    def _measure_now(self) -> None:
-        """Measure, and choose when to measure again."""
+        """Measure now, and choose when to measure again. Called after a backward pass if there are any."""
         recorder, start_ns = self.recorder, monotonic_ns()
         self._due_ns = start_ns + MEASURE_INTERVAL_NS  # an interrupt may end this measurement
         if recorder.has_run_backward:
             recorder.after_backward = None
-        with self.session.guard("memory of devices", fatal=False):
+        with self.session.hidden("memory of devices"):
             self._record_measurement(start_ns)
             end_ns = monotonic_ns()
             thread = recorder.current_thread_state()

@@ -83,11 +83,10 @@ class BackwardCaller:
 
 
 class PendingCopy(NamedTuple):
-    """The losses of an update on their way from a GPU, and the event that completes once they have arrived."""
+    """Values on their way from a GPU, what to call with them, and the event that completes once they have arrived."""
 
-    caller: BackwardCaller
-    start_ns: int
-    losses: list[torch.Tensor]
+    values: list[torch.Tensor]
+    write: Callable[[list[float]], None]
     event: Any
 
 
@@ -204,6 +203,11 @@ class LossTracer:
             del caller.losses[:-1]
             self.end_update()
 
+    def losses_of_update(self) -> list[torch.Tensor]:
+        """Return the loss of the last pass since the last update, of each line, if it can be read."""
+        losses = [caller.losses[-1] for caller in self._callers.values() if caller.losses]
+        return [loss for loss in losses if _unreadable_reason(loss) is None]
+
     def end_update(self) -> None:
         """Write the losses of the passes since the last update, if they are due; keep them until the next update."""
         for caller in tuple(self._callers.values()):
@@ -217,9 +221,7 @@ class LossTracer:
         reason = next(filter(None, map(_unreadable_reason, losses)), None)
         if reason is not None:
             self._write(caller, start_ns, nan, reason)
-        elif not any(loss.is_cuda for loss in losses):
-            self._write(caller, start_ns, _sum_of(losses))
-        elif not self._copy(caller, start_ns, losses):
+        elif not self.read_values(losses, lambda values: self._write(caller, start_ns, sum(values))):
             return  # the loss of a later update is written
         caller.newest, caller.next_ns = None, start_ns + LOSS_INTERVAL_NS
 
@@ -235,8 +237,11 @@ class LossTracer:
 
     # ---------------------------------------------------------------- on a GPU
 
-    def _copy(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> bool:
-        """Begin to copy losses. Return False if a CUDA graph is being captured, or another copy is pending."""
+    def read_values(self, values: list[torch.Tensor], write: Callable[[list[float]], None]) -> bool:
+        """Call `write` with the values, now or after a copy from a GPU. Return False if no copy can begin now."""
+        if not any(value.is_cuda for value in values):
+            write(_numbers_of(values))
+            return True
         events = self._events = self._events or TorchEvents(self._session)
         if self._pending_copy is not None or events.is_capturing():
             return False
@@ -244,20 +249,20 @@ class LossTracer:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             if self._pinned_memory is None:
                 self._pinned_memory = torch.empty((MAX_PASSES, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
-            for row, loss in zip(self._pinned_memory, losses, strict=False):
-                copies.append(row[: loss.dtype.itemsize].view(loss.dtype))
-                copies[-1].copy_(loss.view(1), non_blocking=True)
+            for row, value in zip(self._pinned_memory, values, strict=False):
+                copies.append(row[: value.dtype.itemsize].view(value.dtype))
+                copies[-1].copy_(value.view(1), non_blocking=True)
         event = events.create_event()
-        events.record(event, max(loss.get_device() for loss in losses))
-        self._pending_copy = PendingCopy(caller, start_ns, copies, event)
+        events.record(event, max(value.get_device() for value in values))
+        self._pending_copy = PendingCopy(copies, write, event)
         return True
 
     def _read_copy(self, copy: PendingCopy) -> None:
-        """Write the losses of a copy if it has completed."""
+        """Write the values of a copy if it has completed."""
         events = self._events
         if events is not None and not events.is_capturing() and events.is_done(copy.event):
             self._pending_copy = None
-            self._write(copy.caller, copy.start_ns, _sum_of(copy.losses))
+            copy.write(_numbers_of(copy.values))
 
     def at_exit(self) -> None:
         """Write the losses of the last update, because the process ends."""
@@ -291,7 +296,7 @@ def _unreadable_reason(loss: Any) -> str | None:
     return None
 
 
-def _sum_of(losses: list[torch.Tensor]) -> float:
-    """Return the sum of tensors with one element each in the host's memory."""
+def _numbers_of(values: list[torch.Tensor]) -> list[float]:
+    """Return the values of tensors with one element each in the host's memory."""
     with torch._C._DisableTorchDispatch():
-        return sum(float(loss.item()) for loss in losses)
+        return [float(value.item()) for value in values]

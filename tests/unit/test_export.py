@@ -53,7 +53,8 @@ def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Pa
     assert sorted(path.name for path in where.iterdir()) == sorted(
         f"{kind}.csv"
         for kind in COLUMNS
-        if kind not in ("pause", "input", "stall", "loader", "oom", "growth", "ddp", "collective", "sampled", "loss")
+        if kind
+        not in ("pause", "input", "stall", "loader", "oom", "growth", "check", "ddp", "collective", "sampled", "loss")
     )
     calls = table(directory, "call", where)
     assert len(calls) == 25

@@ -427,7 +427,6 @@ _GROWTH_FIELDS = (
 )
 _CHECK_FIELDS = (
     *_IN_PROCESS,
-    _integer("step", "the step of the update"),
     _integer("update", "the number of optimizer steps in the process, this one included"),
     _text("optimizer_class", "the class of the optimizer"),
     _list("roots", "the classes of the models that it trains"),

@@ -32,8 +32,7 @@ class TrainingChecks:
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._last_updates: IdentityTable[int] = IdentityTable()  # of the looks at each optimizer
-        self._due = self._gap = WINDOW
-        self._due_ns = 0
+        self._due, self._gap, self._due_ns = WINDOW, WINDOW, 0
 
     def poll(self, optimizer: object, update: int) -> int:
         """Look at an optimizer after its step if it is time to. Return the update after which to call again."""
@@ -51,20 +50,22 @@ class TrainingChecks:
         groups, owners = optimizer.param_groups, dict[int, tuple[str, Any]]()
         for traced_module in list(self._modules.modules_by_id.values()):
             root = unwrap_module(traced_module.module_ref())
-            for name, parameter in torch.nn.Module.named_parameters(root) if isinstance(root, torch.nn.Module) else ():
-                owners.setdefault(id(parameter), (name, root))
+            paths = {id(root): ""}
+            for module in (part for part in modules_of(root) if isinstance(part, torch.nn.Module)):
+                for name, child in module._modules.items():
+                    paths.setdefault(id(child), f"{paths[id(module)]}{name}.")
+                for name, parameter in module._parameters.items():
+                    owners.setdefault(id(parameter), (paths[id(module)] + name, root))
         trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
         owned = [(parameter, *owners[id(parameter)]) for parameter in trained if id(parameter) in owners]
         roots = {id(root): root for *_, root in owned}.values()
         evaluated = [root for root in roots if not in_training_mode(root)]
         bare_names = [name for parameter, name, _ in owned if parameter.grad is None]
-        has_gradients = any(parameter.grad is not None for parameter in trained)
         facts = {
             "update": update,
-            "step": None,
             "optimizer_class": class_name(optimizer),
             "roots": [class_name(root) for root in roots],
-            "no_gradient": bare_names[: MAX_NAMES * has_gradients],
+            "no_gradient": bare_names[: MAX_NAMES * (len(bare_names) < len(owned))],
             "rates": [rate if type(rate) in (int, float) else None for rate in (group.get("lr") for group in groups)],
             "evaluating": any(isinstance(part, _WITH_MODES) for root in evaluated for part in modules_of(root)),
         }
@@ -76,9 +77,9 @@ class TrainingChecks:
         ]
         losses = [loss for loss in self._losses.losses_of_update() if trained and loss.device == trained[0].device]
 
-        def record(numbers: list[float]) -> None:
-            parts = {"weights": numbers[: len(values)], "losses": numbers[len(values) :]}
-            self._session.record_event("check", "last", **facts, **parts)
+        def record(read: list[float]) -> None:
+            parts = {"weights": read[: len(values)], "losses": read[len(values) :]}
+            self._session.record_event("check", None, **facts, **parts)
 
         if self._losses.read_values(values + losses, record):
             self._last_updates.set(optimizer, update)

@@ -13,7 +13,7 @@ import torch
 
 from dpmon.tracer.calls.traced_modules import TracedModules
 from dpmon.tracer.core.identity_table import IdentityTable
-from dpmon.tracer.core.module_tables import class_name, in_training_mode, modules_of, unwrap_module
+from dpmon.tracer.core.module_tables import class_name, in_training_mode, modules_of, names_of_parameters, unwrap_module
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.losses import LossTracer
 
@@ -50,12 +50,8 @@ class TrainingChecks:
         groups, owners = optimizer.param_groups, dict[int, tuple[str, Any]]()
         for traced_module in list(self._modules.modules_by_id.values()):
             root = unwrap_module(traced_module.module_ref())
-            paths = {id(root): ""}
-            for module in (part for part in modules_of(root) if isinstance(part, torch.nn.Module)):
-                for name, child in module._modules.items():
-                    paths.setdefault(id(child), f"{paths[id(module)]}{name}.")
-                for name, parameter in module._parameters.items():
-                    owners.setdefault(id(parameter), (paths[id(module)] + name, root))
+            for key, name in names_of_parameters(root).items():
+                owners.setdefault(key, (name, root))
         trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
         owned = [(parameter, *owners[id(parameter)]) for parameter in trained if id(parameter) in owners]
         roots = {id(root): root for *_, root in owned}.values()

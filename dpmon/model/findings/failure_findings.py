@@ -9,6 +9,7 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes, process_suffix
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.slow_steps import WAITING_TEXT, overlap_ns
+from dpmon.record.shared_names import UNUSED_PARAMETERS
 from dpmon.text.formatting import format_elapsed, format_long_duration
 
 if TYPE_CHECKING:
@@ -67,11 +68,14 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
             1.0,
         )
     elif run.raised is not None:
+        advice = "read the traceback at the end of the output"
+        if UNUSED_PARAMETERS in run.raised:
+            advice = "find_unused_parameters=True, or a loss that depends on these parameters in every step"
         yield Finding(
             "failed",
             f"An exception ended the run: {run.raised}.",
             f"the first exception that was not caught; later ones are usually consequences of it{_memory_note(run)}",
-            "read the traceback at the end of the output",
+            advice,
             1.0,
         )
 

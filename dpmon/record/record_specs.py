@@ -429,10 +429,12 @@ _CHECK_FIELDS = (
     *_IN_PROCESS,
     _integer("update", "the number of optimizer steps in the process, this one included"),
     _text("optimizer_class", "the class of the optimizer"),
-    _list("roots", "the classes of the models that it trains"),
+    _list("roots", "the names of the models that it trains"),
+    _boolean("idle", "whether none of its parameters belongs to a model that was called, and none has a gradient"),
     _list("no_gradient", "names of its parameters that require a gradient and have none"),
     _list("rates", "the learning rate of each group of its parameters; null if it is not a number"),
     _boolean("evaluating", "whether one of the models has Dropout or BatchNorm, but is in eval mode"),
+    _list("norm_dimensions", "3, 4, 5: inputs of their BatchNorm1d, 2d, 3d in training mode, with rows and channels"),
     _list("weights", "one value of each of a few of its parameters that are not sharded"),
     _list("losses", "the loss of the last backward pass of each line that calls backward"),
 )

@@ -19,6 +19,8 @@ from dpmon.tracer.steps.losses import LossTracer
 
 WINDOW, MIN_GAP_NS, MAX_NAMES = 4, 30_000_000_000, 8
 """Updates in which a look waits for optimizers, and number of the first; a gap between looks that is not doubled."""
+_NORM_DIMENSIONS: dict[type, int] = {torch.nn.BatchNorm1d: 3, torch.nn.BatchNorm2d: 4, torch.nn.BatchNorm3d: 5}
+"""SyncBatchNorm uses the rows of all ranks."""
 _WITH_MODES = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd
 
 
@@ -47,23 +49,27 @@ class TrainingChecks:
 
     def _look(self, optimizer: Any, update: int) -> None:
         """Look at an optimizer and at the models that it trains."""
-        groups, owners = optimizer.param_groups, dict[int, tuple[str, Any]]()
+        groups, owners, model_names = optimizer.param_groups, dict[int, tuple[str, Any]](), dict[int, str]()
         for traced_module in list(self._modules.modules_by_id.values()):
             root = unwrap_module(traced_module.module_ref())
+            model_names[id(root)] = traced_module.model_name
             for key, name in names_of_parameters(root).items():
                 owners.setdefault(key, (name, root))
         trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
         owned = [(parameter, *owners[id(parameter)]) for parameter in trained if id(parameter) in owners]
         roots = {id(root): root for *_, root in owned}.values()
         evaluated = [root for root in roots if not in_training_mode(root)]
+        norms = [part for root in roots for part in modules_of(root) if type(part) in _NORM_DIMENSIONS]
         bare_names = [name for parameter, name, _ in owned if parameter.grad is None]
         facts = {
             "update": update,
             "optimizer_class": class_name(optimizer),
-            "roots": [class_name(root) for root in roots],
+            "roots": [model_names[id(root)] for root in roots],
+            "idle": bool(owners and trained and not owned) and all(parameter.grad is None for parameter in trained),
             "no_gradient": bare_names[: MAX_NAMES * (len(bare_names) < len(owned))],
             "rates": [rate if type(rate) in (int, float) else None for rate in (group.get("lr") for group in groups)],
             "evaluating": any(isinstance(part, _WITH_MODES) for root in evaluated for part in modules_of(root)),
+            "norm_dimensions": sorted({_NORM_DIMENSIONS[type(norm)] for norm in norms if in_training_mode(norm)}),
         }
         plain = [parameter for parameter, *_ in owned if type(parameter) is torch.nn.Parameter and parameter.numel()]
         values = [

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dpmon.model.findings.correctness_findings import find_wrong_training
+from dpmon.model.layouts import CallLayouts
 from dpmon.store.events import event_to_json
 from support.history_builders import HEALTHY_STORE, run_analysis_with
 from support.run_harness import Dpmon
@@ -29,7 +30,7 @@ opt = torch.optim.SGD(net.parameters(), lr=0.1)
 after = lambda step: None
 loss_of = lambda: net(torch.randn(16, 4)).pow(2).mean()
 {changes}
-for step in range(40):
+for step in range({steps}):
     opt.zero_grad()
     loss_of().backward()
     opt.step()
@@ -72,7 +73,29 @@ def loss_of():
 LORA = (
     UNUSED + "for parameter in net[0].parameters():\n    parameter.requires_grad_(False)\nother.requires_grad_(False)\n"
 )
+STALE = "import copy\nnet = copy.deepcopy(net)"
+PLAIN = """\
+shift = torch.zeros(2, requires_grad=True)
+shifts = torch.optim.SGD([shift], lr=0.1)
+loss_of = lambda: (net(torch.randn(16, 4)) + shift).pow(2).mean()
+after = lambda step: (shifts.step(), shifts.zero_grad())
+"""
+TEMPERATURE = """\
+temperature = nn.Parameter(torch.ones(()))
+net.requires_grad_(False)
+opt = torch.optim.SGD([temperature], lr=0.1)
+loss_of = lambda: (net(torch.randn(16, 4)) / temperature).pow(2).mean()
+"""
 CASES = {
+    "No parameter of SGD belongs to a model that is called, and none has a gradient.": (
+        STALE,
+        {
+            "two optimizers (GAN)": GAN,
+            "frozen parameters, LoRA (requires_grad=False)": LORA,
+            "an optimizer of a plain tensor besides that of the model": PLAIN,
+            "an optimizer of a learned temperature only": TEMPERATURE,
+        },
+    ),
     "Sequential is in eval mode while it trains.": (
         "net.eval()",
         {
@@ -91,6 +114,31 @@ CASES = {
         {"frozen parameters, LoRA (requires_grad=False)": LORA, "two optimizers (GAN)": GAN},
     ),
 }
+CONSTANT = """\
+import time
+after = lambda step: time.sleep(0.125)
+loss_of = lambda: nn.functional.cross_entropy(net(torch.randn(16, 4))[:, :1], torch.zeros(16, dtype=torch.long))
+"""
+IMAGES = """\
+net = nn.Sequential(nn.Conv2d(3, 4, 3), {norm}, nn.Flatten(), nn.Linear(144, 2)){mode}
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+loss_of = lambda: net(torch.randn(1, 3, 8, 8)).pow(2).mean()
+"""
+RECORD_CASES = {
+    "The loss never changes: it is 0": (
+        CONSTANT,
+        240,
+        "a loss that has become 0; fewer than 20 recorded losses or 100 updates; NaN; a loss with rounding",
+        lambda records: [row["t_s"] for row in records if row["kind"] == "loss"][:20],
+    ),
+    "BatchNorm in Sequential normalizes batches of one row.": (
+        IMAGES.format(norm="nn.BatchNorm2d(4)", mode=""),
+        40,
+        "SyncBatchNorm; BatchNorm in eval mode; GroupNorm; a last batch of one row; a video of one row of frames",
+        lambda records: [row["t_s"] for row in records if row["kind"] == "check"][:3],
+    ),
+}
+"""Changes, steps, and when it is silent: tests/unit/test_correctness_findings.py; times from the first to the last."""
 RANKS = """\
 import torch, torch.distributed as dist
 from torch import nn
@@ -125,7 +173,8 @@ def texts_of(run: TracedRun) -> list[str]:
     """Return the findings in the record of a script."""
     rows = [(0, 0, "check", 0, event_to_json(event)) for event in reversed(run.events("check"))]
     store = SimpleNamespace(**{**vars(HEALTHY_STORE), "connection": SimpleNamespace(rows=lambda *_: rows)})
-    return [finding.text for finding in find_wrong_training(run_analysis_with(store=store, whole_communication=None))]
+    facts = run_analysis_with(store=store, whole_communication=None, layouts=CallLayouts([], {}))
+    return [finding.text for finding in find_wrong_training(facts)]
 
 
 def check_row(sentence: str, silence: str, seconds: float) -> None:
@@ -142,7 +191,7 @@ def check_row(sentence: str, silence: str, seconds: float) -> None:
 @pytest.mark.parametrize("sentence", CASES)
 def test_a_wrong_training_has_its_finding(tmp_path: Path, sentence: str) -> None:
     wrong, _ = CASES[sentence]
-    run = run_traced(tmp_path, LOOP.format(changes=wrong))
+    run = run_traced(tmp_path, LOOP.format(changes=wrong, steps=40))
     assert texts_of(run) == [sentence]
     assert not run.complaints
     first, _, third, *_ = run.events("check")
@@ -153,10 +202,40 @@ def test_a_wrong_training_has_its_finding(tmp_path: Path, sentence: str) -> None
     "changes", {text: name for _, right in CASES.values() for name, text in right.items()}, ids=lambda text: None
 )
 def test_a_right_training_has_none(tmp_path: Path, changes: str) -> None:
-    run = run_traced(tmp_path, LOOP.format(changes=changes))
+    run = run_traced(tmp_path, LOOP.format(changes=changes, steps=40))
     assert texts_of(run) == []
     assert len(run.events("check")) >= 4
     assert not run.complaints
+
+
+@pytest.mark.parametrize(
+    ("norm", "mode", "dimensions"),
+    [
+        ("nn.BatchNorm2d(4)", "", [4]),
+        ("nn.BatchNorm2d(4)", "\nnet[1].eval()", []),
+        ("nn.SyncBatchNorm(4)", "\nnet[1].eval()", []),
+        ("nn.GroupNorm(2, 4)", "", []),
+    ],
+)
+def test_batch_norms_that_use_the_rows_of_one_replica(
+    tmp_path: Path, norm: str, mode: str, dimensions: list[int]
+) -> None:
+    run = run_traced(tmp_path, LOOP.format(changes=IMAGES.format(norm=norm, mode=mode), steps=20))
+    assert run.events("check")[-1].data["norm_dimensions"] == dimensions
+    assert not run.complaints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sentence", RECORD_CASES)
+def test_a_finding_from_losses_or_calls(dpmon: Dpmon, sentence: str) -> None:
+    changes, steps, silence, times_of = RECORD_CASES[sentence]
+    result = dpmon.run("--headless", "--name", "wrong", dpmon.script(LOOP.format(changes=changes, steps=steps)))
+    assert result.status == 0, result.errors
+    findings = json.loads(dpmon.run("report", "wrong", "--json").text)["findings"]
+    (text,) = [finding["text"] for finding in findings if finding["kind"] == "wrong"]
+    assert text.startswith(sentence)
+    first_s, *_, last_s = times_of([json.loads(line) for line in dpmon.run("export", "wrong").text.splitlines()])
+    check_row(sentence, silence, last_s - first_s)
 
 
 @pytest.mark.slow

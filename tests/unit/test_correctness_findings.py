@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.findings.correctness_findings import MAX_STEP_BYTES, find_wrong_training
-from dpmon.record.record_types import Event, Operation
+from dpmon.model.findings.correctness_findings import MAX_STEP_BYTES, MIN_LOSSES, find_wrong_training
+from dpmon.model.findings.finding_evidence import MIN_STEPS
+from dpmon.model.layouts import CallLayouts
+from dpmon.model.loss_curves import LossCurve
+from dpmon.record.history_rows import Definitions, Layout
+from dpmon.record.record_types import Event, Operation, Size
+from dpmon.record.schema import EVALUATION
 from dpmon.store.collectives import CollectiveSums
 from dpmon.store.events import event_to_json
+from dpmon.store.loss_table import LossBin
+from dpmon.store.shapes import CallShape
 from support.history_builders import HEALTHY_STORE, run_analysis_with
 
 SILENT = CollectiveSums((Operation("all_reduce", 2, 1, 4),), 1)
@@ -22,15 +29,15 @@ UPDATES = 4, 12, 24, 32
 def look(rank: int, update: int, **more: Any) -> dict[str, Any]:
     """Return the fields of a `check` record; by default, weights and losses differ between ranks."""
     common = {"process": rank, "rank": rank, "update": update, "optimizer_class": "SGD", "roots": ["Net"]}
-    seen = {"no_gradient": [], "rates": [0.1], "evaluating": False}
+    seen = {"idle": False, "no_gradient": [], "rates": [0.1], "evaluating": False, "norm_dimensions": []}
     return {**common, **seen, "weights": [1.0, 1.0 + rank], "losses": [update + rank], **more}
 
 
-def texts(looks: list[dict[str, Any]], sums: CollectiveSums = SILENT) -> list[str]:
+def texts(looks: list[dict[str, Any]], sums: CollectiveSums = SILENT, **facts: Any) -> list[str]:
     """Return the findings about these looks, which are recorded in this order."""
     rows = [(0, 0, "check", 0, event_to_json(Event("check", data))) for data in reversed(looks)]
     store = SimpleNamespace(**{**vars(HEALTHY_STORE), "connection": SimpleNamespace(rows=lambda *_: rows)})
-    run = run_analysis_with(store=store, whole_communication=SimpleNamespace(collectives=sums))
+    run = run_analysis_with(store=store, whole_communication=SimpleNamespace(collectives=sums), **facts)
     return [finding.text for finding in find_wrong_training(run)]
 
 
@@ -101,3 +108,70 @@ def test_conditions_of_an_optimizer_hold_at_all_newest_looks() -> None:
     assert texts([look(rank, update, **evaluating) for update in UPDATES for rank in (0, 1)])[1:] == [
         "Net is in eval mode while it trains."
     ], "once for all ranks"
+
+
+def test_an_optimizer_of_another_model() -> None:
+    idle = [look(0, update, idle=True, roots=[]) for update in UPDATES]
+    assert texts(idle) == ["No parameter of SGD belongs to a model that is called, and none has a gradient."]
+    assert texts([*idle, look(0, 48, roots=[])]) == [], "it has a gradient now"
+
+
+def curve(*values: float | None, first: float = 0.5, unfit: int = 0) -> LossCurve:
+    """Return a curve of these losses, one per second; None: only invalid values."""
+    points = [
+        LossBin(second, 0 if value is None else 1, value, value, value, unfit) for second, value in enumerate(values)
+    ]
+    return LossCurve(0, "train.py:8", tuple(points), last=values[-1], first=first)
+
+
+@pytest.mark.parametrize(
+    ("losses", "update", "has_finding"),
+    [
+        (curve(*[0.5] * MIN_LOSSES), 100, True),
+        (curve(*[0.5] * MIN_LOSSES), 99, False),
+        (curve(*[0.5] * (MIN_LOSSES - 1)), 100, False),
+        (curve(0.5, *[0.0] * MIN_LOSSES), 100, False),
+        (curve(*[0.5] * MIN_LOSSES, 0.5000000000000001), 100, False),
+        (curve(*[0.5] * MIN_LOSSES, unfit=1), 100, False),
+        (curve(None, *[0.5] * MIN_LOSSES), 100, False),
+        (LossCurve(0, "train.py:8", why="several values"), 100, False),
+    ],
+    ids=["constant", "few updates", "few losses", "has become 0", "rounding", "NaN", "NaN at first", "not read"],
+)
+def test_a_loss_that_never_changes(losses: LossCurve, update: int, has_finding: bool) -> None:
+    wanted = ["The loss never changes: it is 0.5 (train.py:8)."] if has_finding else []
+    assert texts([look(0, update)], whole_losses=(losses,)) == wanted
+
+
+def layouts_of(*calls: tuple[tuple[int, ...], int], kind: int = 0, root: str = "Net") -> CallLayouts:
+    """Return the layouts of calls of one replica: the shape of its input, and how many there were."""
+    definitions, shapes = Definitions(), []
+    definitions.layouts[1] = Layout(root, None, ("cpu",), {})
+    for number, (shape, count) in enumerate(calls, 1):
+        definitions.sizes[number] = (Size("0", shape, "float32", 4),)
+        shapes.append(CallShape(0, "single", kind, 1, 0, f"[{number},{number},[{number},{number}]]", 0, count))
+    return CallLayouts(shapes, {0: definitions})
+
+
+IMAGE, VIDEO = (1, 3, 8, 8), (1, 9, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "dimensions", "has_finding"),
+    [
+        (layouts_of((IMAGE, MIN_STEPS)), [4], True),
+        (layouts_of((IMAGE, MIN_STEPS - 1)), [4], False),
+        (layouts_of((IMAGE, 40), ((16, 3, 8, 8), 60)), [4], False),
+        (layouts_of((VIDEO, 99)), [4], False),
+        (layouts_of((VIDEO, 99)), [5], True),
+        (layouts_of((IMAGE, 99)), [], False),
+        (layouts_of((IMAGE, 99), kind=EVALUATION), [4], False),
+        (layouts_of((IMAGE, 99), root="Other"), [4], False),
+        (layouts_of(((), 99)), [4], False),
+    ],
+    ids=["image", "few", "last batches", "frames", "volume", "no BatchNorm", "evaluation", "other model", "scalar"],
+)
+def test_batch_norm_over_one_row(layouts: CallLayouts, dimensions: list[int], has_finding: bool) -> None:
+    looks = [look(0, update, norm_dimensions=dimensions) for update in UPDATES]
+    wanted = ["BatchNorm in Net normalizes batches of one row."] if has_finding else []
+    assert texts(looks, layouts=layouts) == wanted

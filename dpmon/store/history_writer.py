@@ -50,8 +50,8 @@ _ROW_BYTES = 180
 """Approximate size of a row without its texts."""
 _TEXT_SIZE = "total(length({0}) + 2048 * (length({0}) > 1000))"
 """SQL for the approximate size of a column: SQLite puts a long value on pages of its own, the last one half empty."""
-_TABLE_SHARES = {"series": 1 / 2, "times": 1 / 2, "collective_sums": 1 / 3, "device_rollups": 1 / 3}
-"""Share of the size limit that a node's rows in a table may take: at most half, the limit of one of two nodes."""
+_TABLE_SHARES = {"series": 2 / 3, "times": 2 / 3, "collective_sums": 1 / 3, "device_rollups": 1 / 3}
+"""Share of the size limit that a node's rows in a table may take. The rest has room for steps of the other nodes."""
 _NODE_DIVISOR, _LAST_DIVISOR, _MIN_NODE_BYTES = 8, 64, 1 << 16
 """A node's rows in a table may take the limit divided by the first. That is halved while the history stays too large;
 below the limit divided by the second, _TABLE_SHARES no longer count. The third: bytes that a node always keeps."""

@@ -138,7 +138,7 @@ complete -c dpmon -n '_shtab_dpmon_using compare; and test $_shtab_dpmon_npos -g
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a export -d 'Write the records: jsonl, csv, perfetto.'
 complete -c dpmon -n '_shtab_dpmon_using export' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using export' -l format -xka "jsonl csv perfetto" -d 'jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev'
-complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled loss device host memory mode pause input stall loader loader_lines checkpoint ddp process warning oom growth flops profile compiles host_syncs dropped exit" -d 'only this kind of record (jsonl and csv)'
+complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled loss device host memory mode pause input stall loader loader_lines checkpoint ddp process warning oom growth flops profile compiles host_syncs check dropped exit" -d 'only this kind of record (jsonl and csv)'
 complete -c dpmon -n '_shtab_dpmon_using export' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output); for csv, a directory'
 complete -c dpmon -n '_shtab_dpmon_using export' -l follow -d 'write the rows of the history as they arrive, until the run ends'
 complete -c dpmon -n '_shtab_dpmon_using export' -l from -x -d 'with --follow: only later rows'

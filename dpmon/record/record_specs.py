@@ -472,6 +472,19 @@ _HOST_SYNCS_FIELDS = (
     _list("lines", "the lines of the script that waited: place, function, number of calls, time (ns)"),
     _ABSENT,
 )
+_CHECK_FIELDS = (
+    *_IN_PROCESS,
+    _integer("update", "the number of optimizer steps in the process, this one included"),
+    _text("optimizer_class", "the class of the optimizer"),
+    _list("roots", "the names of the models that it trains"),
+    _boolean("idle", "whether none of its parameters belongs to a model that was called, and none has a gradient"),
+    _list("no_gradient", "names of its parameters that require a gradient and have none"),
+    _list("rates", "the learning rate of each group of its parameters; null if it is not a number"),
+    _boolean("evaluating", "whether one of the models has Dropout or BatchNorm, but is in eval mode"),
+    _list("norm_dimensions", "3, 4, 5: inputs of their BatchNorm1d, 2d, 3d in training mode, with rows and channels"),
+    _list("weights", "one value of each of a few of its parameters that are not sharded"),
+    _list("losses", "the loss of the last backward pass of each line that calls backward"),
+)
 _DROPPED_FIELDS = (
     _integer("count", "lost spans and records"),
     _integer("pruned", "old records that were deleted to limit the history"),
@@ -527,6 +540,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("profile", "the start or the end of a profile by torch.profiler, or a refusal", _PROFILE_FIELDS),
         RecordSpec("compiles", "what torch.compile has compiled, after it changed", _COMPILES_FIELDS),
         RecordSpec("host_syncs", "a sampled step: where its host waited for a GPU", _HOST_SYNCS_FIELDS),
+        RecordSpec("check", "what an optimizer and its models look like after one of a few updates", _CHECK_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

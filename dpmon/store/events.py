@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 _UNLIMITED_KINDS = (
-    *("warning", "input", "stall", "loader", "ddp", "growth", "oom"),
+    *("warning", "input", "stall", "loader", "ddp", "growth", "oom", "check"),
     *("profile", "checkpoint", "compiles", "host_syncs"),
 )
 LASTING_KINDS = ("process", "mode", "exit", "pause", "flops", *_UNLIMITED_KINDS)

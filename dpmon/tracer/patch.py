@@ -68,6 +68,7 @@ from dpmon.tracer.steps.losses import LossTracer
 from dpmon.tracer.steps.optimizers import OptimizerTracer, PreHooks
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.span_recorder import SpanRecorder
+from dpmon.tracer.training_checks import TrainingChecks
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
@@ -111,6 +112,7 @@ def install() -> None:
     gradients = GradientSync(session, recorder)
     collectives, profiler = CollectiveSampler(session, recorder), StepProfiler(session, recorder)
     compiles, syncs = CompileReader(session), HostSyncSampler(session, recorder)
+    checks = TrainingChecks(session, modules, losses)
     polled = (flops, roots, memory, collectives, walker, profiler, losses, checkpoints, compiles, syncs)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
@@ -122,6 +124,7 @@ def install() -> None:
     recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
     recorder.on_poll = lambda now: min([part.poll(now) for part in polled])
 
+    optimizers.on_check = checks.poll
     optimizers.on_new_optimizer = lambda: expect_model(missed=True)  # an optimizer has stepped for the first time
     recorder.on_pause = Pauser(session, recorder).wait
     modules.on_gpu_call = recorder.start_device_timing
@@ -157,7 +160,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (flops, *parts, walker, profiler, compiles, syncs, responder)]
+    resets = [part.reset for part in (flops, *parts, walker, profiler, compiles, syncs, checks, responder)]
     _install_exit_hooks(session, recorder, memory, losses, collectives, loaders, responder, resets)
     atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again

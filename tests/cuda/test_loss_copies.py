@@ -38,3 +38,14 @@ def test_no_function_waits_for_the_device(tmp_path: Path, gpus: SimulatedCuda) -
         printed.append(done.out)
     assert counts[0] == counts[1]
     assert printed[0] == printed[1]
+
+
+def test_checks_read_losses_on_the_gpu(tmp_path: Path, gpus: SimulatedCuda) -> None:
+    text = TEXT.replace("tracer.LOSS_INTERVAL_NS = 0", "pass")  # a copy of a loss may delay a look by some updates
+    run = run_traced(tmp_path, text, env=gpus.environment(1, kernel_us=1))
+    assert run.status == 0, run.err
+    assert run.complaints == []
+    looks = [event.data for event in run.events("check")]
+    assert looks
+    assert [look["losses"] for look in looks] == [[look["update"] - 0.5] for look in looks]
+    assert {len(look["weights"]) for look in looks} == {2}

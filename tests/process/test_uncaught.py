@@ -84,6 +84,52 @@ def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
     assert json.loads(dpmon.run("why", "--json").out)["frames"] == [["<module>", str(script), 10]]
 
 
+UNUSED = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Three(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(16, 16){freeze}
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+
+    def forward(self, x, aux):
+        return self.b(self.a(self.frozen(x))) if aux else self.a(x)
+
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(Three())
+{prepare}
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for i in range(50):
+    loss = net(torch.randn(4, 16), i < 10).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("freeze", "prepare", "names"),
+    [
+        (".requires_grad_(False)", "", "b.weight, b.bias"),
+        ("", "net.module.frozen.requires_grad_(False)", "frozen.weight, frozen.bias"),
+    ],
+    ids=["frozen before", "frozen after"],
+)
+def test_parameters_that_a_wrapper_waits_for_are_named(dpmon: Dpmon, freeze: str, prepare: str, names: str) -> None:
+    """DistributedDataParallel has only their numbers. A parameter that was frozen before it was made has none."""
+    script = dpmon.script(UNUSED.format(freeze=freeze, prepare=prepare))
+    run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)
+    assert run.status == 1
+    report = json.loads(dpmon.run("report", "--json").text)
+    (failure,) = [finding for finding in report["findings"] if finding["kind"] == "failed"]
+    assert f"RuntimeError: no gradient for {names}. Expected to have finished reduction" in failure["text"]
+    assert failure["advice"].startswith("find_unused_parameters=True")
+
+
 ABORTED = """\
 import os, time, torch
 import torch.distributed as dist

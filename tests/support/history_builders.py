@@ -439,6 +439,15 @@ def assert_same_contents(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------ analyses
 
+HEALTHY_STORE = SimpleNamespace(
+    pruned=0,
+    kind_words=STEP_KINDS,
+    between_activities=["between"],
+    until_ns=0,
+    connection=SimpleNamespace(rows=lambda *_: ()),
+    query=lambda *_: (),
+)
+"""The store of a run without events."""
 _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "device_usage", "device_memory"), ()),
     **dict.fromkeys(("longest_steps", "gaps", "loaders", "paused", "whole_losses", "first_invalid_losses"), ()),
@@ -446,10 +455,8 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
     "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
     "whole_efficiency": Efficiency(),
-    "memory_events": {"growth": [], "host": [], "exit": [], "loader_lines": []},
-    "store": SimpleNamespace(
-        pruned=0, kind_words=STEP_KINDS, between_activities=["between"], until_ns=0, query=lambda *_: ()
-    ),
+    "memory_events": dict.fromkeys(("growth", "host", "exit", "loader_lines", "compiles", "host_syncs"), ()),
+    "store": HEALTHY_STORE,
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Pa
     export(directory, "csv", str(where))
     absent = {
         *("pause", "input", "stall", "loader", "loader_lines", "oom", "growth", "ddp", "collective", "sampled", "loss"),
-        *("flops", "profile", "checkpoint", "compiles", "host_syncs"),
+        *("flops", "profile", "checkpoint", "compiles", "host_syncs", "check"),
     }
     assert sorted(path.name for path in where.iterdir()) == sorted(
         f"{kind}.csv" for kind in COLUMNS if kind not in absent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.findings import device_findings, failure_findings, memory_findings, rank_findings, time_findings
+from dpmon.model.findings.correctness_findings import find_wrong_training
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes
 from dpmon.model.run_analysis import RunAnalysis
@@ -10,8 +11,8 @@ from dpmon.record.schema import SECOND
 
 MIN_SAVED_SHARE = 0.02
 """A finding is omitted if its advice saves less than this share of the time of steps and between them."""
-_FIRST_KINDS = ("failed", "loss", "quiet", "stall", "memory")
-"""Kinds that come before all others: the run failed, stood still, or will fail."""
+_FIRST_KINDS = ("failed", "loss", "quiet", "stall", "wrong", "memory")
+"""Kinds that come before all others: the run failed, stood still, is wrong, or will fail."""
 _FINDERS = (*failure_findings.FINDERS, *memory_findings.FINDERS, *time_findings.FINDERS, *device_findings.FINDERS)
 
 
@@ -21,7 +22,7 @@ def find_all(run: RunAnalysis) -> list[Finding]:
     Empty if there are none, or if the run is too short to tell. A finding whose advice saves almost nothing is omitted.
     """
     least_s, elapsed_s = MIN_SAVED_SHARE * run.active_ns / SECOND, run.until_ns / SECOND
-    findings = [finding for find in _FINDERS for finding in find(run)]
+    findings = [finding for find in (find_wrong_training, *_FINDERS) for finding in find(run)]
     findings += rank_findings.find_rank_problems(run.whole_communication, run.steps)
 
     def is_worth_it(finding: Finding) -> bool:

@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, slow link, low use,
     small kernels, drift, stall, long steps, spread, between, evaluation, quiet, failed, loss, crowded, straggler,
     in turn, own collectives, exposed, bucket, accumulation, unused, memory, checkpoints,
-    recompiled, graph break, sync."""
+    recompiled, graph break, sync, wrong."""
     text: str
     """The problem, in one sentence."""
     ground: str

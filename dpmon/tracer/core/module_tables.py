@@ -103,6 +103,16 @@ def tensors_of(root: object, table: str) -> Iterator[Any]:
         yield from values_of(module, table)
 
 
+def names_of_parameters(root: object) -> dict[int, str]:
+    """Return the path of each parameter from the root, by its id; of a shared parameter, the first path."""
+    names, paths = dict[int, str](), {id(root): ""}
+    for module in modules_of(root):
+        for table, known, end in ((MODULES, paths, "."), (PARAMETERS, names, "")):
+            for name, member in (_read_table(module, table) or {}).items():
+                known.setdefault(id(member), f"{paths[id(module)]}{name}{end}")
+    return names
+
+
 def devices_of(root: object) -> tuple[str, ...]:
     """Return the devices of the parameters and buffers, in order of appearance."""
     devices = dict.fromkeys(tensor.device for table in (PARAMETERS, BUFFERS) for tensor in tensors_of(root, table))

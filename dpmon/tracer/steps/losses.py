@@ -86,10 +86,10 @@ class BackwardCaller:
 
 
 class PendingCopy(NamedTuple):
-    """Values on their way from a GPU, what writes their sum, and the event that completes once they have arrived."""
+    """Values on their way from a GPU, what to call with them, and the event that completes once they have arrived."""
 
-    write: Callable[[float], None]
     values: list[torch.Tensor]
+    write: Callable[[list[float]], None]
     event: Any
 
 
@@ -208,6 +208,11 @@ class LossTracer:
             del caller.losses[:-1]
             self.end_update()
 
+    def losses_of_update(self) -> list[torch.Tensor]:
+        """Return the loss of the last pass since the last update, of each line, if it can be read."""
+        losses = [caller.losses[-1] for caller in self._callers.values() if caller.losses]
+        return [loss for loss in losses if _unreadable_reason(loss) is None]
+
     def end_update(self) -> None:
         """Write the losses of the passes since the last update, if they are due; keep them until the next update."""
         for caller in tuple(self._callers.values()):
@@ -221,7 +226,7 @@ class LossTracer:
         reason = next(filter(None, map(_unreadable_reason, losses)), None)
         if reason is not None:
             self._write(caller, start_ns, nan, reason)
-        elif not self._read(losses, partial(self._write, caller, start_ns)):
+        elif not self.read_values(losses, lambda values: self._write(caller, start_ns, sum(values))):
             return  # the loss of a later update is written
         caller.newest, caller.next_ns = None, start_ns + LOSS_INTERVAL_NS
 
@@ -253,17 +258,23 @@ class LossTracer:
         if type(mask) is torch.Tensor and mask.dim() == 2 and (mask.is_cpu or mask.is_cuda):
             put, start_ns, elements = self._recorder.put, monotonic_ns(), mask.numel() << 32
             first_word = Kind.MASK | Flag.GRAD * torch.is_grad_enabled() << FLAGS_AT
-            self._read([mask], lambda count: put(first_word, start_ns, 0, int(count) | elements), torch.count_nonzero)
+            self.read_values(
+                [mask],
+                lambda counts: put(first_word, start_ns, 0, int(sum(counts)) | elements),
+                torch.count_nonzero,
+            )
 
     # ---------------------------------------------------------------- on a GPU
 
-    def _read(self, tensors: list[torch.Tensor], write: Callable[[float], Any], reduce: Any = torch.detach) -> bool:
-        """Reduce each tensor to a value, and pass their sum to `write`: now, or from a GPU in a later pass.
+    def read_values(
+        self, tensors: list[torch.Tensor], write: Callable[[list[float]], Any], reduce: Any = torch.detach
+    ) -> bool:
+        """Reduce each tensor to a value, and pass the values to `write`: now, or from a GPU in a later pass.
 
         Return False if a CUDA graph is being captured, or another copy is pending.
         """
         if not any(tensor.is_cuda for tensor in tensors):
-            write(_sum_of(map(reduce, tensors)))
+            write(_numbers_of(map(reduce, tensors)))
             return True
         events = self._events = self._events or TorchEvents(self._session)
         if self._pending_copy is not None or events.is_capturing():
@@ -277,7 +288,7 @@ class LossTracer:
                 copies[-1].copy_(value.view(1), non_blocking=True)
         event = events.create_event()
         events.record(event, max(tensor.get_device() for tensor in tensors))
-        self._pending_copy = PendingCopy(write, copies, event)
+        self._pending_copy = PendingCopy(copies, write, event)
         return True
 
     def _read_copy(self, copy: PendingCopy) -> None:
@@ -285,7 +296,7 @@ class LossTracer:
         events = self._events
         if events is not None and not events.is_capturing() and events.is_done(copy.event):
             self._pending_copy = None
-            copy.write(_sum_of(copy.values))
+            copy.write(_numbers_of(copy.values))
 
     def at_exit(self) -> None:
         """Write the losses of the last update, because the process ends."""
@@ -319,7 +330,7 @@ def _unreadable_reason(loss: Any) -> str | None:
     return None
 
 
-def _sum_of(values: Iterable[torch.Tensor]) -> float:
-    """Return the sum of tensors with one element each in the host's memory."""
+def _numbers_of(values: Iterable[torch.Tensor]) -> list[float]:
+    """Return the values of tensors with one element each in the host's memory."""
     with torch._C._DisableTorchDispatch():
-        return sum(float(value.item()) for value in values)
+        return [float(value.item()) for value in values]

@@ -55,6 +55,8 @@ class OptimizerTracer:
         """Called when optimizers step but no call was seen."""
         self.on_new_optimizer: Callable[[], None] = lambda: None
         """Called after the first step of an optimizer, because the loop may have changed."""
+        self.on_check: Callable[[object, int], int] = lambda optimizer, update: 1 << 62
+        """Called after the step of an optimizer whose number is at least `check_due`; returns the next `check_due`."""
         self._optimizers: dict[int, tuple[Any, int]] = {}
         """By id: a weak reference to an optimizer, and its number. The hooks refer to this dict: never replace it."""
         self.reset()
@@ -63,7 +65,7 @@ class OptimizerTracer:
         """Set the initial state, also in a forked child."""
         self._optimizers.clear()
         self._numbers = count(1)
-        self._steps_without_ring = 0
+        self.check_due = self._steps_without_ring = 0
         self._cycle: list[int] = []
         """Optimizers of the current cycle. It ends when one of them steps again; its last optimizer ends the step."""
         self._ending_number = self._highest_number = 0
@@ -135,6 +137,8 @@ class OptimizerTracer:
                     phase_timer.set_span_number(span_number)
                 recorder.steps_since_fetch += 1
                 recorder.optimizer_steps += 1
+                if recorder.optimizer_steps >= self.check_due:
+                    self.check_due = self.on_check(optimizer, recorder.optimizer_steps)
                 recorder.on_update()
                 if recorder.steps_since_fetch > MAX_STEPS_WITHOUT_FETCH or number != self._sole_number:
                     self._handle_step(thread, number)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from dpmon.tracer.core.session import TracerErrorGuard
+from dpmon.tracer.core.session import Session, TracerErrorGuard
 from dpmon.tracer.memory.measurement import NEVER, MemoryTracer
 from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, StorageWalk
 
@@ -111,6 +111,7 @@ def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
 def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException]) -> None:
     session = SimpleNamespace(ring=object(), count_error=lambda *_: None)
     session.guard = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
+    session.hidden = MethodType(Session.hidden, session)
     recorder = SimpleNamespace(has_run_backward=False, optimizer_steps=1, after_backward=None)
     memory: Any = MemoryTracer(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
+from dpmon.model.findings.all_findings import find_causes
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall, final_stall
 from dpmon.model.run_analysis import RunAnalysis
@@ -54,6 +55,8 @@ RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 QUIET_SHOWN_NS = 5 * SECOND
+CAUSES_AGE_S = 5
+"""The findings that a message is worth are read at most once in this time."""
 READING = "reading the record"
 _OUTCOME_STYLES = {"finished": "good", "stopped": "wait", "interrupted": "wait"}
 """Styles of ends; others are failures."""
@@ -193,6 +196,13 @@ class ScreenData:
         if self.is_over or self.is_ending or self.shown_stall is not None:
             return False
         return not all_finished(self.state, self.activities)
+
+    @property
+    def causes(self) -> list[Finding]:
+        """The findings of a live run that a message is worth, those about a wrong training first."""
+        if not self.is_live:
+            return []
+        return self.state.read_at_most_every(CAUSES_AGE_S, "causes", lambda: find_causes(self.state))
 
     @property
     def current_straggler(self) -> Straggler | None:

@@ -16,14 +16,35 @@ _FIRST_KINDS = ("failed", "loss", "quiet", "stall", "wrong", "memory")
 _FINDERS = (*failure_findings.FINDERS, *memory_findings.FINDERS, *time_findings.FINDERS, *device_findings.FINDERS)
 
 
+_LINE_FINDERS = (
+    time_findings.find_compilations,
+    time_findings.find_host_syncs,
+    time_findings.find_costly_checkpoints,
+)
+"""Those that name a line of the script."""
+
+
 def find_all(run: RunAnalysis) -> list[Finding]:
     """Return all findings, a failure or a stall first, then in order of the seconds they could save.
 
     Empty if there are none, or if the run is too short to tell. A finding whose advice saves almost nothing is omitted.
     """
-    least_s, elapsed_s = MIN_SAVED_SHARE * run.active_ns / SECOND, run.until_ns / SECOND
     findings = [finding for find in (find_wrong_training, *_FINDERS) for finding in find(run)]
     findings += rank_findings.find_rank_problems(run.whole_communication, run.steps)
+    return _order(run, findings)
+
+
+def find_causes(run: RunAnalysis) -> list[Finding]:
+    """Return the findings that a message on the screen is worth: a wrong training, or a line of the script to blame."""
+    findings = [finding for find in (find_wrong_training, *_LINE_FINDERS) for finding in find(run)]
+    if run.memory_events["loader_lines"]:
+        findings += time_findings.find_data_waits(run)
+    return _order(run, findings)
+
+
+def _order(run: RunAnalysis, findings: list[Finding]) -> list[Finding]:
+    """Return the findings that are worth reporting, in the order of `find_all`."""
+    least_s, elapsed_s = MIN_SAVED_SHARE * run.active_ns / SECOND, run.until_ns / SECOND
 
     def is_worth_it(finding: Finding) -> bool:
         if finding.saves_s is None or finding.kind in _FIRST_KINDS:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dpmon.model.epoch_progress import Progress, format_time_left
+from dpmon.model.findings.correctness_findings import KIND as WRONG
 from dpmon.model.findings.failure_findings import INVALID_LOSS_TEXTS
 from dpmon.model.findings.finding_evidence import MIN_DATA_SHARE, MIN_STEPS, step_share
 from dpmon.model.recorded_stalls import final_stall_sentence
@@ -228,7 +229,8 @@ def _lost_records_part(screen: ScreenData) -> Row:
 
 def reports_straggler(screen: ScreenData) -> bool:
     """Return whether the message is about a straggler, so that no panel has to repeat it."""
-    higher_message = _problem_nodes(screen) or _recent_warning(screen) or screen.state.unfit
+    is_wrong = any(cause.kind == WRONG for cause in screen.causes)
+    higher_message = _problem_nodes(screen) or _recent_warning(screen) or screen.state.unfit or is_wrong
     has_other_message = screen.stop_progress is not None or reply_message(screen) or higher_message
     return not has_other_message and screen.current_straggler is not None
 
@@ -249,8 +251,13 @@ def _message_row(screen: ScreenData, width: int, omitted: Sequence[_StatusPart])
         return warning
     if screen.state.unfit is not None:
         return _invalid_loss_message(screen)
+    cause = next(iter(screen.causes), None)
+    if cause is not None and cause.kind == WRONG:
+        return [("▸ ", "bad"), (sanitize_line(cause.text, 400), "")]
     if screen.current_straggler is not None:  # see reports_straggler
         return [("▸ ", "wait"), (short_sentence(screen.current_straggler), "")]
+    if cause is not None:
+        return [("▸ ", "wait"), (sanitize_line(cause.text, 400), "")]
     process = screen.process
     if screen.is_live and process is not None and process.settled.steps >= MIN_STEPS:
         share = step_share(compute_phase_stats("data", process.settled.tally))

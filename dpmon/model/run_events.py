@@ -128,7 +128,7 @@ class RunEvents:
     flops: tuple[Mapping[str, Any], ...] = ()
     """The `flops` records."""
     profile: Mapping[str, Any] | None = None
-    """The record of the newest profile."""
+    """The record of the newest profile, or of its refusal."""
 
     @classmethod
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
@@ -162,7 +162,7 @@ class RunEvents:
             tuple(data("checkpoint", TEXTS_READ + of_ranks)),
             warning_count,
             tuple(data("flops", -1)),
-            next((record for record in reversed([*data("profile", TEXTS_READ)]) if "file" in record), None),
+            next(reversed([*data("profile", 1)]), None),
         )
 
     @property

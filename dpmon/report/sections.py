@@ -277,6 +277,8 @@ def profile_section(data: Mapping[str, Any] | None, directory: str) -> Section:
     """Return the section on the record of a profile: its steps, its trace, its top operators; empty for None."""
     if data is None:
         return Section("Profile", ())
+    if "refused" in data:
+        return Section("Profile", [Paragraph(f"there is no profile: {data['refused']}")])
     text = f"{format_count_with_noun(data['steps'], 'step')} of process {data['process']} up to step {data['step']}"
     rows = [
         (row["on"], format_percent(row["share"]), format_duration(row["ms"] * 1e6), f"{row['calls']:,}", row["name"])

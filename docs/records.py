@@ -224,7 +224,7 @@ Times and rates leave evaluation steps out, unless a member says so.
 - `elapsed.gaps[].process`, `.after_step`, `.t_s`, `.seconds`: the longest times between two steps
 - `progress.epoch`, `.batch`, `.batches`, `.left_s`, `.error_s`, `.text`, `.absent.*`: the last
   [epoch](screen.md#progress), without the time left
-- `profile.*`, `profile.operators[].*`: the newest record [`profile`](#profile); null if there is none
+- `profiles[].*`, `profiles[].operators[].*`: the newest records [`profile`](#profile)
 {items("epochs[].", members_of(EPOCHS), "an epoch", _EPOCH)}
 - `efficiency.text`, `.mfu`, `.hfu`, `.flops_per_s`, `.peak_flops_per_s`, `.reachable_flops_per_s`, `.dtype`,
   `.is_lower_bound`, `.absent.*`: [how good it is](how-good.md), of all ranks together

@@ -148,8 +148,7 @@ def _find_run_of_job(job: str) -> Path:
 def profile(options: argparse.Namespace) -> int:
     """Let a rank profile some steps; print its trace and its top operators. RunError if there is no profile."""
     from dpmon.report.health import read_run
-    from dpmon.report.plain_text import section_lines
-    from dpmon.report.sections import profile_section
+    from dpmon.report.sentences import profile_sentences
 
     directory, rank = find_live_run(options.run), options.rank
     ensure_supervisor(directory)
@@ -160,19 +159,18 @@ def profile(options: argparse.Namespace) -> int:
         if asked is None:
             raise RunError(f"{directory.name} has no training process of rank {rank} on this machine")
 
-        def read_reply() -> Mapping[str, Any] | None:
-            record = read_run(reader, attrgetter("announced.profile"))
-            return record if record and (record["process"], record["request"]) == asked else None
+        def read_reply() -> list[Mapping[str, Any]]:
+            records = read_run(reader, lambda run: run.memory_events["profile"])
+            return [record for record in records if (record["process"], record["request"]) == asked]
 
         wait_until(lambda: read_reply() or reader.exit_info(), PROFILE_WAIT_S, 0.2)
         reader.request_profile(rank, 0)
-        reply = read_reply()
-    if reply is None:
-        reply = {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"}
-    if "refused" in reply:
-        raise RunError(f"{directory.name} was not profiled: {reply['refused']}")
-    lines = section_lines(profile_section(reply, str(directory)), WIDTH_NO_TERMINAL)
-    print(to_safe_json(dict(reply), indent=1) if options.json else text_for_stream("\n".join(lines), sys.stdout))
+        failure = {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"}
+        record = next(iter(read_reply()), failure)
+    sentences = profile_sentences([record], str(directory))
+    if "refused" in record:
+        raise RunError(f"{directory.name}: {sentences[0]}")
+    print(to_safe_json(dict(record), indent=1) if options.json else text_for_stream("\n".join(sentences), sys.stdout))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -34,13 +33,12 @@ class StepProfiler:
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session, self._recorder = session, recorder
-        self._guard = session.guard("profile", fatal=False)
         self.reset()
         os.register_at_fork(before=self.end)
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
-        self._request = self._next_ns = self._steps = 0
+        self._request = self._steps = 0
 
     def poll(self, now: int) -> int:
         """Begin a profile if a reader has requested it, or end it. Return when to call again (monotonic ns)."""
@@ -51,30 +49,26 @@ class StepProfiler:
             if self._steps >= request & 0xFFFF:
                 self.end()
             self._mark_step()
-        elif now >= self._next_ns:
-            self._next_ns = now + CHECK_NS
-            if request != self._request:
-                self._request, self._steps = request, 0
-                if request & 0xFFFF:
-                    self._begin()
-        return self._next_ns if recorder.profile is None else 0
+        elif request != self._request:
+            self._request, self._steps = request, 0
+            if request & 0xFFFF:
+                self._begin()
+        return now + CHECK_NS if recorder.profile is None else 0
 
     def _mark_step(self) -> None:
         thread = self._recorder.current_thread_state()
         self._recorder.put(Kind.PROFILE | thread.thread_bits, monotonic_ns(), 0, 0)
 
     def _record(self, **data: object) -> None:
-        self._session.record_event("profile", "last", step=None, request=self._request, steps=self._steps, **data)
+        self._session.record_event("profile", "last", step=None, request=self._request, **data)
 
     def _begin(self) -> None:
         if _profiler._is_profiler_enabled or "ProfilerStep" in _profiler.KinetoStepTracker._step_dict:
-            self._record(operators=[], refused="the script uses torch.profiler itself")
+            self._record(refused="the script uses torch.profiler itself")
             return
         os.putenv(_LOG_LEVEL, os.environ.get(_LOG_LEVEL, "6"))  # else Kineto prints lines when it starts first
-        with self._guard:
-            config = _profiler._ExperimentalConfig()
-            with suppress(TypeError):  # an older torch does not see the threads of replicas
-                config = _profiler._ExperimentalConfig(profile_all_threads=True)
+        with self._session.guard("profile", fatal=False):
+            config = _profiler._ExperimentalConfig(profile_all_threads=True)  # those of replicas, too
             device = "cuda" if is_cuda_initialized() else None
             profile = _profiler.profile(use_device=device, use_kineto=True, experimental_config=config)
             self._recorder.profile = profile.__enter__()
@@ -83,22 +77,24 @@ class StepProfiler:
         if _LOG_LEVEL not in os.environ:
             os.unsetenv(_LOG_LEVEL)
         if self._recorder.profile is None:
-            self._record(operators=[], refused="torch.profiler failed: see the warnings")
+            self._record(refused="torch.profiler failed: see the warnings")
 
     def end(self) -> None:
         """End the profile, if there is one, and record it."""
         profile, self._recorder.profile = self._recorder.profile, None
         if profile is None:
             return
-        data: dict[str, object] = {"operators": [], "refused": "the script started torch.profiler itself"}
-        if _profiler._is_profiler_enabled is self:
-            data["refused"] = "torch.profiler failed: see the warnings"
-            with self._guard:
+        data: dict[str, object] = {"refused": "torch.profiler failed: see the warnings"}
+        if _profiler._is_profiler_enabled is not self:
+            data = {"refused": "the script started torch.profiler itself"}
+        else:
+            with self._session.guard("profile", fatal=False):
                 profile.__exit__(None, None, None)
                 path = Path(self._session.config.directory, f"profile-{self._session.process_index}.json")
                 path.unlink(missing_ok=True)
                 profile.export_chrome_trace(str(path))
-                data = {"operators": find_top_operators(profile.kineto_results.events()), "file": path.name}
+                operators = find_top_operators(profile.kineto_results.events())
+                data = {"steps": self._steps, "file": path.name, "operators": operators}
         self._record(**data)
 
 
@@ -109,21 +105,21 @@ def find_top_operators(events: list[Any]) -> list[dict[str, object]]:
     """
     own_ns: dict[str, Counter[str]] = {"host": Counter(), "device": Counter()}
     calls: Counter[tuple[str, str]] = Counter()
-    stacks: dict[object, list[tuple[int, str]]] = defaultdict(list)
+    callers_by_thread: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
         on = "host" if event.device_type() == _profiler.DeviceType.CPU else "device"
         if event.is_async() or (on == "device" and event.is_user_annotation()):  # it spans others, but runs nothing
             continue
-        name, start_ns, ns = shorten_name(event.name()), event.start_ns(), event.duration_ns()
-        stack = stacks[on, event.device_index(), event.start_thread_id(), event.device_resource_id()]
-        while stack and stack[-1][0] <= start_ns:
-            stack.pop()
-        if stack:
-            _, caller = stack[-1]
-            own_ns[on][caller] -= ns
-        own_ns[on][name] += ns
+        name = shorten_name(event.name())
+        own_ns[on][name] += event.duration_ns()
         calls[on, name] += 1
-        stack.append((start_ns + ns, name))
+        if on == "host":
+            callers = callers_by_thread[event.start_thread_id()]
+            while callers and callers[-1][0] <= event.start_ns():
+                callers.pop()
+            for _, caller in callers[-1:]:
+                own_ns["host"][caller] -= event.duration_ns()
+            callers.append((event.start_ns() + event.duration_ns(), name))
     return [
         {"on": on, "name": name, "calls": calls[on, name], "ms": ns / 1e6, "share": ns / times.total()}
         for on, times in own_ns.items()

@@ -453,7 +453,7 @@ _PROFILE_FIELDS = (
     _integer("step", "the last step before the record"),
     _integer("request", "the number of the request"),
     _integer("steps", "number of profiled steps; missing, as the next two, if there is no profile"),
-    _list("operators", "those with most time of their own: on (host or device), name, calls, ms, share"),
+    _list("operators", "those with most time of their own: on (host or device), name, calls, ms"),
     _text("file", "the trace, in the directory of the run"),
     _text("refused", "why there is no profile; missing if there is one"),
 )

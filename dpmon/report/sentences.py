@@ -236,10 +236,8 @@ def profile_sentences(records: Sequence[Mapping[str, Any]], directory: str) -> l
         trace = f"{directory}/{record['file']} (open it in ui.perfetto.dev)"
         lines.append(f"{steps} of process {record['process']} up to step {record['step']}: {trace}")
         for operator in record["operators"]:
-            share, took = format_percent(operator["share"]), format_duration(operator["ms"] * 1e6)
-            lines.append(
-                f"{share} of the {operator['on']} time: {operator['name']}, {took} in {operator['calls']:,} calls"
-            )
+            took = format_duration(operator["ms"] * 1e6)
+            lines.append(f"{operator['name']} on the {operator['on']}: {took} in {operator['calls']:,} calls")
     return lines
 
 

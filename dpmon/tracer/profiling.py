@@ -19,8 +19,8 @@ from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 CHECK_NS = 500_000_000
 """Interval between checks for a request."""
-MAX_OPERATORS = 8
-"""Most operators in a record, of host and device each."""
+MAX_OPERATORS = 12
+"""Most operators in a record."""
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _profiler: Any = torch.autograd.profiler
 
@@ -28,7 +28,7 @@ _profiler: Any = torch.autograd.profiler
 class StepProfiler:
     """The profiles of one process. Each begins and ends between two steps, or ends before a fork.
 
-    A span of kind PROFILE marks each step that a profile slows.
+    A span of kind PROFILE marks each step that a profile may slow.
     """
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
@@ -44,20 +44,19 @@ class StepProfiler:
         """Begin a profile if a reader has requested it, or end it. Return when to call again (monotonic ns)."""
         recorder = self._recorder
         request = recorder.words[HeaderWord.PROFILE]
+        wanted_steps = request & 0xFFFF
         if recorder.profile is not None:
             self._steps += 1
-            if self._steps >= request & 0xFFFF:
+            if self._steps >= wanted_steps:
                 self.end()
-            self._mark_step()
-        elif request != self._request:
+        elif wanted_steps and request != self._request:
             self._request, self._steps = request, 0
-            if request & 0xFFFF:
-                self._begin()
-        return now + CHECK_NS if recorder.profile is None else 0
-
-    def _mark_step(self) -> None:
-        thread = self._recorder.current_thread_state()
-        self._recorder.put(Kind.PROFILE | thread.thread_bits, monotonic_ns(), 0, 0)
+            self._begin()
+        else:
+            return now + CHECK_NS
+        thread = recorder.current_thread_state()
+        recorder.put(Kind.PROFILE | thread.thread_bits, monotonic_ns(), 0, 0)
+        return 0
 
     def _record(self, **data: object) -> None:
         self._session.record_event("profile", "last", step=None, request=self._request, **data)
@@ -73,7 +72,6 @@ class StepProfiler:
             profile = _profiler.profile(use_device=device, use_kineto=True, experimental_config=config)
             self._recorder.profile = profile.__enter__()
             _profiler._is_profiler_enabled = self  # true; a profiler of the script replaces it by True or False
-            self._mark_step()
         if _LOG_LEVEL not in os.environ:
             os.unsetenv(_LOG_LEVEL)
         if self._recorder.profile is None:
@@ -99,29 +97,24 @@ class StepProfiler:
 
 
 def find_top_operators(events: list[Any]) -> list[dict[str, object]]:
-    """Return the operators with most time, without that of operators they call: on the host, then on the device.
-
-    Each has its number of calls, its time (ms), and its share (0 to 1) of the time of all on the host or the device.
-    """
-    own_ns: dict[str, Counter[str]] = {"host": Counter(), "device": Counter()}
-    calls: Counter[tuple[str, str]] = Counter()
-    callers_by_thread: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    """Return the operators with most time (ms) of their own, on the host or the device, with their number of calls."""
+    own_ns, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    callers_by_thread: dict[int, list[tuple[int, tuple[str, str]]]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
         on = "host" if event.device_type() == _profiler.DeviceType.CPU else "device"
         if event.is_async() or (on == "device" and event.is_user_annotation()):  # it spans others, but runs nothing
             continue
-        name = shorten_name(event.name())
-        own_ns[on][name] += event.duration_ns()
-        calls[on, name] += 1
+        operator, ns = (on, shorten_name(event.name())), event.duration_ns()
+        own_ns[operator] += ns
+        calls[operator] += 1
         if on == "host":
             callers = callers_by_thread[event.start_thread_id()]
             while callers and callers[-1][0] <= event.start_ns():
                 callers.pop()
             for _, caller in callers[-1:]:
-                own_ns["host"][caller] -= event.duration_ns()
-            callers.append((event.start_ns() + event.duration_ns(), name))
+                own_ns[caller] -= ns
+            callers.append((event.start_ns() + ns, operator))
     return [
-        {"on": on, "name": name, "calls": calls[on, name], "ms": ns / 1e6, "share": ns / times.total()}
-        for on, times in own_ns.items()
-        for name, ns in times.most_common(MAX_OPERATORS)
+        {"on": on, "name": name, "calls": calls[on, name], "ms": ns / 1e6}
+        for (on, name), ns in own_ns.most_common(MAX_OPERATORS)
     ]

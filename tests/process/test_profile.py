@@ -62,7 +62,6 @@ def test_the_script_sees_nothing_of_it(tmp_path: Path) -> None:
     operators = end["operators"]
     assert {operator["on"] for operator in operators} == {"host"}
     assert "aten::addmm" in {operator["name"] for operator in operators}
-    assert 0 < sum(operator["share"] for operator in operators) <= 1.0001
     assert [operator["ms"] for operator in operators] == sorted(
         (operator["ms"] for operator in operators), reverse=True
     )

@@ -121,7 +121,7 @@ LOSSES: list[Row] = [
     Definition(3000, {"place": "train.py:88", "why": None}),
     *(LossRow(3000, step, 2 * SECOND + step, value) for step, value in enumerate((1.0, nan), start=1)),
 ]
-OPERATOR = {"on": "host", "name": "aten::mm", "calls": 6, "ms": 1.5, "share": 0.5}
+OPERATOR = {"on": "host", "name": "aten::mm", "calls": 6, "ms": 1.5}
 STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank": 1}]}
 
 

@@ -167,10 +167,12 @@ def profile(options: argparse.Namespace) -> int:
         reader.request_profile(rank, 0)
         failure = {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"}
         record = next(iter(read_reply()), failure)
-    sentences = profile_sentences([record], str(directory))
     if "refused" in record:
-        raise RunError(f"{directory.name}: {sentences[0]}")
-    print(to_safe_json(dict(record), indent=1) if options.json else text_for_stream("\n".join(sentences), sys.stdout))
+        raise RunError(f"{directory.name} was not profiled: {record['refused']}")
+    if options.json:
+        print(to_safe_json(dict(record), indent=1))
+    else:
+        print(text_for_stream("\n".join(profile_sentences([record], str(directory))), sys.stdout))
     return 0
 
 

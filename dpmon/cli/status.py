@@ -59,7 +59,10 @@ def status(options: argparse.Namespace) -> int:
     lines = _status_lines(health, members)
     if options.explain:
         members["explanation"] = lines = explain_run(directory)
-    print(to_safe_json(members, indent=1) if options.json else text_for_stream("\n".join(lines), sys.stdout))
+    if options.json:
+        print(to_safe_json(members, indent=1))
+    else:
+        print(text_for_stream("\n".join(lines), sys.stdout))
     return health.exit_status if wait_status is None else wait_status
 
 

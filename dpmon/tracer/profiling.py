@@ -82,17 +82,17 @@ class StepProfiler:
         profile, self._recorder.profile = self._recorder.profile, None
         if profile is None:
             return
-        data: dict[str, object] = {"refused": "torch.profiler failed: see the warnings"}
         if _profiler._is_profiler_enabled is not self:
-            data = {"refused": "the script started torch.profiler itself"}
-        else:
-            with self._session.guard("profile", fatal=False):
-                profile.__exit__(None, None, None)
-                path = Path(self._session.config.directory, f"profile-{self._session.process_index}.json")
-                path.unlink(missing_ok=True)
-                profile.export_chrome_trace(str(path))
-                operators = find_top_operators(profile.kineto_results.events())
-                data = {"steps": self._steps, "file": path.name, "operators": operators}
+            self._record(refused="the script started torch.profiler itself")
+            return
+        data: dict[str, object] = {"refused": "torch.profiler failed: see the warnings"}
+        with self._session.guard("profile", fatal=False):
+            profile.__exit__(None, None, None)
+            path = Path(self._session.config.directory, f"profile-{self._session.process_index}.json")
+            path.unlink(missing_ok=True)
+            profile.export_chrome_trace(str(path))
+            operators = find_top_operators(profile.kineto_results.events())
+            data = {"steps": self._steps, "file": path.name, "operators": operators}
         self._record(**data)
 
 

@@ -215,7 +215,7 @@ def test_the_run_is_killed_while_the_profile_waits_for_a_step(dpmon: Dpmon) -> N
     os.kill(dpmon.info()["command_pid"], signal.SIGKILL)
     _, errors = command.communicate(timeout=200)
     assert command.returncode == 2
-    assert b": not profiled: rank 0 ended no step within 60 s, or the run ended" in errors
+    assert b"was not profiled: rank 0 ended no step within 60 s, or the run ended" in errors
     assert dpmon.run("report").status == 0
 
 

@@ -220,11 +220,11 @@ Times and rates leave evaluation steps out, unless a member says so.
 {items("modes[].phases.*.", [*members_of(PHASES), "count", "device_count"], "by phase; `count` steps had it")}
 - `modes[].quantities.*.sum`, `.steps`: the total, and the number of steps with a value
 - `elapsed.startup_s`, `.training_s`, `.evaluation_s`, `.forward_only_s`, `.between_s`, `.paused_s`, `.input_s`,
-  `.stalled_s`, `.profiled_s`, `.missed_s`, `.ending_s`: where the time went (`missed_s`: not recorded); means of ranks
+  `.stalled_s`, `.missed_s`, `.ending_s`: where the time went (`missed_s`: not recorded); means of ranks
 - `elapsed.gaps[].process`, `.after_step`, `.t_s`, `.seconds`: the longest times between two steps
 - `progress.epoch`, `.batch`, `.batches`, `.left_s`, `.error_s`, `.text`, `.absent.*`: the last
   [epoch](screen.md#progress), without the time left
-- `profile.*`, `profile.operators[].*`: the record [`profile`](#profile) of the newest profile; null if there is none
+- `profiles[].*`, `profiles[].operators[].*`: the newest records [`profile`](#profile)
 {items("epochs[].", members_of(EPOCHS), "an epoch", _EPOCH)}
 - `efficiency.text`, `.mfu`, `.hfu`, `.flops_per_s`, `.peak_flops_per_s`, `.reachable_flops_per_s`, `.dtype`,
   `.is_lower_bound`, `.absent.*`: [how good it is](how-good.md), of all ranks together
@@ -345,7 +345,7 @@ With `--all`, `schema` and `runs[]`. It has the members of a line of [`dpmon --j
 
 ### dpmon profile --json
 
-The record [`profile`](#profile) of the end of the profile.
+The record [`profile`](#profile).
 
 ### dpmon doctor --json
 

@@ -110,7 +110,7 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using profile' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using profile' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using profile' -l rank -x -d 'the rank (default: the straggler, else rank 0)'
-complete -c dpmon -n '_shtab_dpmon_using profile' -l steps -x -d 'how many steps, at most 100 (default: 3)'
+complete -c dpmon -n '_shtab_dpmon_using profile' -l steps -x -d 'how many steps, at most 20 (default: 3)'
 complete -c dpmon -n '_shtab_dpmon_using profile; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a ls -d 'List the runs.'
 complete -c dpmon -n '_shtab_dpmon_using ls' -s h -l help -d 'show this help message and exit'

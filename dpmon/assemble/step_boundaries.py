@@ -28,7 +28,7 @@ MAX_HELD = 1 << 14
 """How many blocks are held. A longer step is divided."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
-_CALL_STARTS = (Kind.SCATTER, Kind.REPLICATE, Kind.FLOPS)
+_CALL_STARTS = (Kind.SCATTER, Kind.REPLICATE, Kind.FLOPS, Kind.PROFILE)
 MAX_CALLS = 16
 """Under BY_CALL, a step with more calls than this ends at the next call of any module."""
 

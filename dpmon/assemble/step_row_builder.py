@@ -103,8 +103,10 @@ class StepRowBuilder:
                         totals.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
                     if flags & _NOT_PLAIN or phase == COPY:
                         totals.note_timing(span, phase)
+            if kind == Kind.PROFILE:
+                totals.is_slowed = True
             if kind == Kind.FLOPS:
-                totals.is_counted, self._counted_totals = True, None if totals.calls else totals
+                totals.is_slowed, self._counted_totals = True, None if totals.calls else totals
             if calls or kind in PRIMITIVES:
                 self._record_calls(item)
             if kind == Kind.BACKWARD or (contents is not None and contents.backward):

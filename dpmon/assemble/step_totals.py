@@ -55,8 +55,8 @@ class StepTotals(PhaseSums):
     calls of other models or an optimizer step."""
     stepped = False
     """Whether an optimizer has stepped."""
-    is_counted = False
-    """Whether its FLOPs were counted."""
+    is_slowed = False
+    """Whether dpmon counted its FLOPs or profiled it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class StepTotals(PhaseSums):
         known_samples = counts.samples if counts.samples >= 0 else None
         times_and_counts = start_ns, wall_ns, known_samples, phases, self.counts, spans, self.missing_spans
         values = self.number, self.mode, *times_and_counts
-        row = Step(0, None, *values, batches=batches, kind=self.kind, calls=self.calls, is_counted=self.is_counted)
+        row = Step(0, None, *values, batches=batches, kind=self.kind, calls=self.calls, is_slowed=self.is_slowed)
         pending = None
         if self.skipped:
             row = row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)

@@ -146,35 +146,33 @@ def _find_run_of_job(job: str) -> Path:
 
 
 def profile(options: argparse.Namespace) -> int:
-    """Ask a rank to profile some steps; print its trace and its top operators. RunError if there is no profile."""
+    """Let a rank profile some steps; print its trace and its top operators. RunError if there is no profile."""
     from dpmon.report.health import read_run
-    from dpmon.report.plain_text import section_lines
-    from dpmon.report.sections import profile_section
-    from dpmon.store.events import read_events
-    from dpmon.store.store_opening import open_store
+    from dpmon.report.sentences import profile_sentences
 
-    directory, found = find_live_run(options.run), list[Mapping[str, Any]]()
+    directory, rank = find_live_run(options.run), options.rank
     ensure_supervisor(directory)
     with closing(RunReader(directory)) as reader:
-        straggler = read_run(reader, attrgetter("straggler"))
-        rank = next((rank for rank in (options.rank, getattr(straggler, "rank", None)) if rank is not None), 0)
+        if rank is None:
+            rank = getattr(read_run(reader, attrgetter("straggler")), "rank", 0)
         asked = reader.request_profile(rank, options.steps)
         if asked is None:
             raise RunError(f"{directory.name} has no training process of rank {rank} on this machine")
 
-        def has_reply() -> bool:
-            with open_store(directory) as store:
-                records = [event.data for event in read_events(store, "profile", limit=8) if "operators" in event.data]
-            found.extend(record for record in records if (record["process"], record["request"]) == asked)
-            return bool(found) or reader.exit_info() is not None
+        def read_reply() -> list[Mapping[str, Any]]:
+            records = read_run(reader, lambda run: run.memory_events["profile"])
+            return [record for record in records if (record["process"], record["request"]) == asked]
 
-        wait_until(has_reply, PROFILE_WAIT_S, 0.2)
+        wait_until(lambda: read_reply() or reader.exit_info(), PROFILE_WAIT_S, 0.2)
         reader.request_profile(rank, 0)
-    reply = next(iter(found), {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"})
-    if reply.get("refused"):
-        raise RunError(f"{directory.name} was not profiled: {reply['refused']}")
-    lines = section_lines(profile_section(reply, str(directory)), WIDTH_NO_TERMINAL)
-    print(to_safe_json({**reply}, indent=1) if options.json else text_for_stream("\n".join(lines), sys.stdout))
+        failure = {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"}
+        record = next(iter(read_reply()), failure)
+    if "refused" in record:
+        raise RunError(f"{directory.name} was not profiled: {record['refused']}")
+    if options.json:
+        print(to_safe_json(dict(record), indent=1))
+    else:
+        print(text_for_stream("\n".join(profile_sentences([record], str(directory))), sys.stdout))
     return 0
 
 

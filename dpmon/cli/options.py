@@ -114,7 +114,7 @@ def _value_parser(expected: str, pattern: str, convert: Callable[[str], Any] = s
 
 _parse_replicas = _value_parser("a number from 1 to 9999", r"([1-9][0-9]{0,3})", int)
 _parse_count = _value_parser("a positive integer", r"([1-9][0-9]{0,8})", int)
-_parse_steps = _value_parser("a number from 1 to 100", r"([1-9][0-9]?|100)", int)
+_parse_steps = _value_parser("a number from 1 to 20", r"([1-9]|1[0-9]|20)", int)
 _parse_offset = _value_parser("a non-negative integer", r"([0-9]{1,15})", int)
 _parse_timeout = _value_parser("a number of seconds", r"([0-9]{1,9}(?:\.[0-9]{0,9})?)", float)
 _parse_percent = _value_parser(
@@ -235,7 +235,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--python", metavar="PYTHON", help="the Python that would run the script")
     if command == "profile":
         add("--rank", type=_parse_offset, metavar="N", help="the rank (default: the straggler, else rank 0)")
-        add("--steps", type=_parse_steps, default=3, metavar="N", help="how many steps, at most 100 (default: 3)")
+        add("--steps", type=_parse_steps, default=3, metavar="N", help="how many steps, at most 20 (default: 3)")
     if command == "status":
         add("--explain", action="store_true", help="what is known, in at most 40 lines for a person or an assistant")
         add("--all", action="store_true", help="all runs")

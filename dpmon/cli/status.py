@@ -59,27 +59,28 @@ def status(options: argparse.Namespace) -> int:
     lines = _status_lines(health, members)
     if options.explain:
         members["explanation"] = lines = explain_run(directory)
-    print(to_safe_json(members, indent=1) if options.json else text_for_stream("\n".join(lines), sys.stdout))
+    if options.json:
+        print(to_safe_json(members, indent=1))
+    else:
+        print(text_for_stream("\n".join(lines), sys.stdout))
     return health.exit_status if wait_status is None else wait_status
 
 
 def explain_run(directory: Path) -> list[str]:
-    """Return sentences on a run, at most MAX_EXPLANATION: what it is, its speed, its findings, and what to try."""
+    """Return what is known of a run in at most MAX_EXPLANATION lines: facts, speed, findings, and commands to try."""
     health, members = read_run_status(directory)
-    facts, findings, name = [], [], members["name"]
+    headline, *lines = _status_lines(health, {**members, "findings": []})
     with suppress(RunError), open_report_data(directory) as report:
         times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)
-        facts = [f"command: {' '.join(report.run_info.command)}", *setup_facts(report), *basic_facts(report), *times]
+        command = f"command: {' '.join(report.run_info.command)}"
         findings = [f"{finding.text} Evidence: {finding.ground}; {finding.advice_text}" for finding in report.findings]
-    headline, *lines = _status_lines(health, {**members, "findings": []})
-    commands = [f"dpmon report {name}: the whole report", f"dpmon export {name}: every record"]
+        lines = [command, *setup_facts(report), *basic_facts(report), *times, *lines, *(findings or ["no findings"])]
+    commands = {"why": "where each rank is", "report": "the whole report", "export": "every record"}
     if health.end is None:
-        commands[:0] = [
-            f"dpmon why {name}: where each rank is, with its stack",
-            f"dpmon profile {name}: the operators of some steps, if forward, backward or optimizer is slow",
-        ]
-    details = [*facts, *lines, *(findings or ["no findings"])][: MAX_EXPLANATION - 1 - len(commands)]
-    return [headline, *(f"  {sanitize_line(line.strip())}" for line in (*details, *commands))]
+        commands["profile"] = "the operators of some steps, if forward, backward or optimizer is slow"
+    lines = lines[: MAX_EXPLANATION - 1 - len(commands)]
+    lines += [f"dpmon {command} {members['name']}: {purpose}" for command, purpose in commands.items()]
+    return [headline, *(f"  {sanitize_line(line.strip())}" for line in lines)]
 
 
 def _print_all_runs(as_json: bool) -> int:

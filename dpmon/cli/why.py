@@ -42,7 +42,9 @@ def why(options: argparse.Namespace) -> int:
     has_ended = exit_info is not None or state == LOST
     frames = () if exit_info is None else _read_traceback(directory, run_info, exit_info)
     stalls, sentences = _read_recorded_stalls(directory, exit_info, has_ended)
-    explanation = explain_run(directory) if reply is not None and reply.text is None else []
+    explanation: list[str] = []
+    if reply is not None and reply.text is None:
+        explanation = explain_run(directory)
     if options.json:
         members = [{**fields_of(stall, "since_ns", "end_ns", "text"), "ranks": stall.ranks} for stall in stalls]
         ending = {"cause": exit_info and exit_info.cause, "frames": frames, "explanation": explanation}

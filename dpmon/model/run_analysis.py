@@ -770,7 +770,7 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def memory_events(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         """The newest records that findings read, by kind: samples of what grows, of the host and so on."""
-        kinds = "growth", "host", "exit", "loader_lines", "compiles", "host_syncs"
+        kinds = "growth", "host", "exit", "loader_lines", "compiles", "host_syncs", "profile"
         return {kind: [event.data for event in read_events(self.store, kind, limit=MEMORY_EVENTS)] for kind in kinds}
 
     # ------------------------------------------------------------------------------------------ modes

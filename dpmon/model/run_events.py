@@ -127,8 +127,6 @@ class RunEvents:
     """Number of all warnings."""
     flops: tuple[Mapping[str, Any], ...] = ()
     """The `flops` records."""
-    profile: Mapping[str, Any] | None = None
-    """The record of the newest profile."""
 
     @classmethod
     def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
@@ -162,7 +160,6 @@ class RunEvents:
             tuple(data("checkpoint", TEXTS_READ + of_ranks)),
             warning_count,
             tuple(data("flops", -1)),
-            next((record for record in reversed([*data("profile", TEXTS_READ)]) if "file" in record), None),
         )
 
     @property

@@ -452,9 +452,9 @@ _PROFILE_FIELDS = (
     *_IN_PROCESS,
     _integer("step", "the last step before the record"),
     _integer("request", "the number of the request"),
-    _integer("steps", "number of profiled steps; missing at the start"),
-    _list("operators", "those with most time of their own: on (host or device), name, calls, ms, share; as `steps`"),
-    _text("file", "the trace, in the directory of the run; missing if there is none"),
+    _integer("steps", "number of profiled steps; missing, as the next two, if there is no profile"),
+    _list("operators", "those with most time of their own: on (host or device), name, calls, ms"),
+    _text("file", "the trace, in the directory of the run"),
     _text("refused", "why there is no profile; missing if there is one"),
 )
 _COMPILES_FIELDS = (
@@ -537,7 +537,7 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
         RecordSpec("flops", "the FLOPs of one step, counted for each new combination of input sizes", _FLOPS_FIELDS),
-        RecordSpec("profile", "the start or the end of a profile by torch.profiler, or a refusal", _PROFILE_FIELDS),
+        RecordSpec("profile", "a profile by torch.profiler, or why there is none", _PROFILE_FIELDS),
         RecordSpec("compiles", "what torch.compile has compiled, after it changed", _COMPILES_FIELDS),
         RecordSpec("host_syncs", "a sampled step: where its host waited for a GPU", _HOST_SYNCS_FIELDS),
         RecordSpec("check", "what an optimizer and its models look like after one of a few updates", _CHECK_FIELDS),

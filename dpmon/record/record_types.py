@@ -284,8 +284,8 @@ class Step(NamedTuple):
     """A key of STEP_KINDS. `step` counts the steps of this kind."""
     calls: Sequence[CallRow] = ()
     """Its calls, with consecutive numbers."""
-    is_counted: bool = False
-    """In the assembler's row: whether its FLOPs were counted, which takes time."""
+    is_slowed: bool = False
+    """In the assembler's row: whether dpmon counted its FLOPs or profiled it, which takes time."""
 
     @property
     def takes_time(self) -> bool:

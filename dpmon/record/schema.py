@@ -230,14 +230,13 @@ the time of a step that has none of these, because a rank has AFTER_OTHER_KIND i
 
 
 TRAINING, EVALUATION, WARM_UP, STALLED, STARTUP, FORWARD_ONLY, AFTER_OTHER_KIND, MIXED_MODES = 0, 1, 2, 4, 8, 16, 32, 64
-PROFILED = 256
 """Flags of a step. TRAINING: a backward pass or an optimizer step ran in it. EVALUATION: neither ran, and all its calls
 were in eval mode or without gradients. FORWARD_ONLY: neither ran, but a call could have trained. WARM_UP: it is one of
-the first steps after the start or a mode switch, in which caches are filled and algorithms chosen, or its FLOPs were
-counted. STALLED: the run stalled in it. STARTUP: it is the first step of a process, and waited long for its first batch
-or for other ranks. AFTER_OTHER_KIND: steps of other kinds ran in its process since the previous sync pass, and the
-other ranks may have waited for them. MIXED_MODES: the mode was switched between its calls. PROFILED:
-torch.profiler ran in a process."""
+the first steps after the start or a mode switch, in which caches are filled and algorithms chosen, or dpmon slowed it:
+its FLOPs were counted, or torch.profiler ran in it. STALLED: the run stalled in it. STARTUP: it is the first step of a
+process, and waited long for its first batch or for other ranks. AFTER_OTHER_KIND: steps of other kinds, or steps that
+dpmon slowed, ran in its process since the previous sync pass, and the other ranks may have waited for them.
+MIXED_MODES: the mode was switched between its calls."""
 STEP_KINDS = {TRAINING: "training", EVALUATION: "evaluation", FORWARD_ONLY: "forward_only"}
 """The kinds of steps. Steps of each kind are numbered from 1 in their process."""
 
@@ -247,7 +246,7 @@ def step_kind(flags: int) -> int:
     return flags & (EVALUATION | FORWARD_ONLY)
 
 
-EXCLUDED = STALLED | STARTUP | MIXED_MODES | PROFILED
+EXCLUDED = STALLED | STARTUP | MIXED_MODES
 """Flags of steps that no metric includes."""
 WARM_UP_STEPS = 5
 """Number of warm-up steps after the start or a mode switch."""

@@ -55,6 +55,8 @@ class Kind:
     """FLOPs are counted from here until the end of the step."""
     CHECKPOINT = 25
     """Only an activity: a checkpoint is being saved. No span is written."""
+    PROFILE = 26
+    """torch.profiler started, ran or ended in this step."""
 
 
 DOING = {

@@ -92,7 +92,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             for process, start_ns, end_ns in run.announced.inputs
         ],
         "warnings": list(report.warnings),
-        "profile": run.announced.profile,
+        "profiles": run.memory_events["profile"],
         "time": {
             "width_s": run.binned_steps.width_ns / 1e9,
             "stretches": [_bin_members(bin_) for bin_ in run.binned_steps.bins],

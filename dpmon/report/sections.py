@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from dpmon.model.device_memory import missing_value_reasons
 from dpmon.model.findings.device_findings import busy_cpus_note
@@ -35,11 +35,8 @@ from dpmon.store.step_stats import StepStats
 from dpmon.text.fact_table import FactTable
 from dpmon.text.formatting import (
     format_count,
-    format_count_with_noun,
-    format_duration,
     format_elapsed,
     format_long_duration,
-    format_percent,
 )
 
 Row = TypeVar("Row")
@@ -59,6 +56,7 @@ def build_document(report: ReportData) -> Document:
     comparison = run.mode_comparison
     time_sentences = sentences.time_by_activity_sentences(run, run.time_by_activity, has_ended=report.has_ended)
     comparison_sentences = [] if comparison is None else sentences.mode_comparison_sentences(comparison)
+    profile_sentences = sentences.profile_sentences(run.memory_events["profile"][-1:], report.directory)
     has_replicas = any(replica.mode == "dp" for replica in run.replicas_by_kind)
     record_sentences = (report.directory, f"dpmon attach {name}   dpmon export {name}")
     sections = (
@@ -77,7 +75,7 @@ def build_document(report: ReportData) -> Document:
         Section("Communication", _communication_tables(run)),
         Section("dp vs. single", _paragraphs(comparison_sentences)),
         Section("Devices", [*_device_parts(run), *plots.get("use", ()), *plots.get("memory", ())]),
-        profile_section(run.announced.profile, report.directory),
+        Section("Profile", _paragraphs(profile_sentences)),
         Section("Mode switches", _mode_change_tables(run)),
         Section("Pauses", _pause_tables(report)),
         Section("Warnings", _paragraphs(report.warnings)),
@@ -271,19 +269,6 @@ def _memory_parts(run: RunAnalysis) -> list[Part]:
         for names, reason in missing_value_reasons(memory)
     ]
     return [*_table(tables.MEMORY, run.device_memory), *_paragraphs(notes, is_note=True)]
-
-
-def profile_section(data: Mapping[str, Any] | None, directory: str) -> Section:
-    """Return the section on the record of a profile: its steps, its trace, its top operators; empty for None."""
-    if data is None:
-        return Section("Profile", ())
-    text = f"{format_count_with_noun(data['steps'], 'step')} of process {data['process']} up to step {data['step']}"
-    rows = [
-        (row["on"], format_percent(row["share"]), format_duration(row["ms"] * 1e6), f"{row['calls']:,}", row["name"])
-        for row in data["operators"]
-    ]
-    table = Table(("on", "share", "own time", "calls", "operator"), rows, (4,))
-    return Section("Profile", [Paragraph(f"{text}: {directory}/{data['file']} (open it in ui.perfetto.dev)"), table])
 
 
 def _event_table(rows: Sequence[tuple[int | None, int | None, str, str]], prefix: str, what: str) -> list[Table]:

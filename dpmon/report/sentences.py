@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from dpmon.config import ConfigError, Settings, load_settings
 from dpmon.model.findings.finding_evidence import process_suffix
@@ -25,6 +26,7 @@ from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.text.formatting import (
     format_calls_so_far,
     format_count_with_noun,
+    format_duration,
     format_elapsed,
     format_long_duration,
     format_percent,
@@ -220,6 +222,22 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
             for gap in gaps
         ]
         lines.append(f"the longest gaps between steps: {', '.join(gap_texts)}")
+    return lines
+
+
+def profile_sentences(records: Sequence[Mapping[str, Any]], directory: str) -> list[str]:
+    """Return the steps and the trace of each profile, and its operators, or why it was refused."""
+    lines = []
+    for record in records:
+        if "refused" in record:
+            lines.append(f"not profiled: {record['refused']}")
+            continue
+        steps = format_count_with_noun(record["steps"], "step")
+        trace = f"{directory}/{record['file']} (open it in ui.perfetto.dev)"
+        lines.append(f"{steps} of process {record['process']} up to step {record['step']}: {trace}")
+        for operator in record["operators"]:
+            took = format_duration(operator["ms"] * 1e6)
+            lines.append(f"{operator['name']} on the {operator['on']}: {took} in {operator['calls']:,} calls")
     return lines
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.safe_json import ns_member
-from dpmon.record.schema import PROFILED, SECOND, STALLED, step_kind
+from dpmon.record.schema import step_kind
 from dpmon.store.events import EVENTS, LASTING
 from dpmon.store.history_writer import WriteBatch
 from dpmon.store.rings import read_rings
@@ -19,10 +19,8 @@ from dpmon.store.time_accounting import TimeAccount
 if TYPE_CHECKING:
     from dpmon.store.database import HistoryConnection
 
-_MAX_EXCLUDED = 8
-"""How many events of stalls and profiles are remembered. The step in which one was noticed arrives soon after it."""
-_MAX_PROFILE_NS = 120 * SECOND
-"""How long a profile counts if its process was killed in it."""
+_MAX_STALLS = 8
+"""How many stall events are remembered. The step in which a stall was noticed arrives soon after the event."""
 
 
 @dataclass
@@ -31,8 +29,8 @@ class ProcessAccounts:
 
     by_process: dict[int, TimeAccount] = field(default_factory=dict)
     rank_groups: RankGroups = field(default_factory=RankGroups)
-    excluded: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_EXCLUDED))
-    """The newest stalls (STALLED, start, a later time in it) and profiles (PROFILED, start, end)."""
+    stalls: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_STALLS))
+    """The newest stalls: the start of each, and a later time in it."""
     _processes: dict[int, int] = field(default_factory=dict)
     """Processes by pid."""
     _early_waits: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
@@ -42,7 +40,7 @@ class ProcessAccounts:
         """Return the account of a process. A new account starts with the run."""
         account = self.by_process.get(process)
         if account is None:
-            account = self.by_process[process] = TimeAccount(0, process, self.excluded)
+            account = self.by_process[process] = TimeAccount(0, process, self.stalls)
         return account
 
     def handle_event(
@@ -54,8 +52,6 @@ class ProcessAccounts:
                 self._note_process(process, data, time_ns)
             if kind in ("process", "ddp"):
                 self.rank_groups.handle_event(process, kind, data)
-            if kind == "profile" and time_ns is not None:
-                self._note_profile(time_ns, has_ended="operators" in data)
             if kind == "process" and type(data.get("pid")) is int:
                 self._apply_early_waits(batch, data["pid"])
         elif time_ns is not None and kind == "input":
@@ -65,14 +61,14 @@ class ProcessAccounts:
         elif time_ns is not None and kind == "stall" and "lasted_s" not in data:
             since_ns = ns_member(data, "since_s")
             if since_ns is not None:
-                self.excluded.append((STALLED, since_ns, time_ns))
+                self.stalls.append((since_ns, time_ns))
         elif time_ns is not None and kind == "exit":
             for number, account in self.by_process.items():  # the run has ended
                 batch.add_activity_time(number, account.finish(time_ns))
 
     def resume(self, connection: HistoryConnection) -> None:
         """Continue after the events in a history and the last step of each process. Raises HistoryError."""
-        condition = f"WHERE {LASTING} AND kind IN ('process', 'pause', 'input', 'stall', 'ddp', 'profile') ORDER BY id"
+        condition = f"WHERE {LASTING} AND kind IN ('process', 'pause', 'input', 'stall', 'ddp') ORDER BY id"
         discarded_batch = WriteBatch()
         for row in EVENTS.select(connection, condition):
             self.handle_event(discarded_batch, row.process, row.kind, row.event.data, row.t_ns)
@@ -82,20 +78,12 @@ class ProcessAccounts:
                 account = self.get_account(ring.process)
                 account.resume(ring.last_steps, step_kind(step.kind), step.mode, step.start_ns, step.wall_ns)
 
-    def _note_profile(self, time_ns: int, *, has_ended: bool) -> None:
-        """Note that a profile began, or that it ended. A refused one has no begin."""
-        for index, (flag, start_ns, end_ns) in enumerate(self.excluded):
-            if has_ended and flag == PROFILED and end_ns > time_ns:
-                self.excluded[index] = flag, start_ns, time_ns
-        if not has_ended:
-            self.excluded.append((PROFILED, time_ns, time_ns + _MAX_PROFILE_NS))
-
     def _note_process(self, process: int, data: Mapping[str, Any], time_ns: int | None) -> None:
         """Note that a process started to record, paused or resumed."""
         if type(data.get("pid")) is int:
             self._processes[data["pid"]] = process
             if process not in self.by_process:
-                self.by_process[process] = TimeAccount(time_ns or 0, process, self.excluded)
+                self.by_process[process] = TimeAccount(time_ns or 0, process, self.stalls)
         elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
             self.get_account(process).note_pause(data["paused"], time_ns, ns_member(data, "paused_s"))
 

@@ -9,7 +9,6 @@ between     before training steps, since the previous step: starting a loader's 
 paused      the user paused the training
 input       the script waited for a line of input
 stalled     a whole step, or the whole time between two steps, in which the run stalled
-profiled    the same if torch.profiler ran in a process; the other ranks may have waited for it
 missed      steps that were not recorded, and the time between them
 
 After its last step, only the pauses and input waits of a process are accounted for, because it may end long before the
@@ -28,11 +27,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dpmon.record.record_types import Step
-from dpmon.record.schema import PROFILED, SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING, WARM_UP_STEPS
+from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING, WARM_UP_STEPS
 from dpmon.store.gaps import Gap
 
-_INTERRUPTED = ("paused", "input", "stalled", "profiled", "missed")
-ACTIVITIES = ("startup", "training", "evaluation", "forward_only", "between", *_INTERRUPTED)
+ACTIVITIES = ("startup", "training", "evaluation", "forward_only", "between", "paused", "input", "stalled", "missed")
 _MAX_RECENT = 1024
 """Number of recent intervals that are remembered. An input wait is reported late, and then corrects them."""
 _MIN_RECENT_NS = 20_000_000
@@ -45,7 +43,7 @@ _MIN_STARTUP_WAIT_NS = 10 * SECOND
 _SLOW_RATIO, _MIN_EXCESS_NS = 4, SECOND // 2
 """One of the first steps of a kind is slow if it takes at least so many times as long as a later one of them, and at
 least so much longer (ns)."""
-_EXCLUDED_ACTIVITIES = {STALLED: "stalled", STARTUP: "startup", PROFILED: "profiled"}
+_EXCLUDED_ACTIVITIES = {STALLED: "stalled", STARTUP: "startup"}
 """The activity of a step that statistics exclude, by the step's flag."""
 
 
@@ -90,10 +88,10 @@ def union_of_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, 
 class TimeAccount:
     """Divides the time of one process into activities."""
 
-    def __init__(self, start_ns: int = 0, process: int = 0, excluded: Sequence[tuple[int, int, int]] = ()) -> None:
-        """`start_ns`: start of the process. `excluded`: see `ProcessAccounts`."""
+    def __init__(self, start_ns: int = 0, process: int = 0, stalls: Sequence[tuple[int, int]] = ()) -> None:
+        """`start_ns`: start of the process. `stalls`: the start of each stall, and a later time in it."""
         self._process = process
-        self._excluded = excluded
+        self._stalls = stalls
         self._end_ns = start_ns
         """End of the time that is accounted for."""
         self._last_steps: dict[int, int] = {}
@@ -136,8 +134,8 @@ class TimeAccount:
             self._end_ns = min(self._end_ns, start_ns)  # a process reports itself within its first step
         elif step.step not in (0, self._last_steps.get(kind, 0) + 1):
             activity = "missed"
-        elif flag := self._find_exclusion(self._end_ns, start_ns):
-            activity = _EXCLUDED_ACTIVITIES[flag]
+        elif self.overlaps_stall(self._end_ns, start_ns):
+            activity = "stalled"
         else:
             activity = "between" if kind == TRAINING else STEP_KINDS[kind]
         self._end_pause(start_ns)
@@ -173,23 +171,18 @@ class TimeAccount:
 
     def _exclusion_flag(self, step: Step, start_ns: int, end_ns: int) -> int:
         """Return the flag of a step that statistics exclude; 0 for other steps."""
-        if flag := self._find_exclusion(start_ns, end_ns):
-            return flag
+        if self.overlaps_stall(start_ns, end_ns):
+            return STALLED
         waited_ns = step.phases.get("data", 0) + step.phases.get("sync", 0)
         return STARTUP if not self._has_steps and waited_ns >= _MIN_STARTUP_WAIT_NS else 0
 
-    def _find_exclusion(self, start_ns: int, end_ns: int) -> int:
-        """Return PROFILED if this time overlaps a profile; else STALLED or 0.
-
-        STALLED: a stall was noticed in this time, and more than half of the stall up to then lies in it.
-        """
-        for flag, excluded_start, excluded_end in self._excluded:
-            covered_ns = excluded_end - max(start_ns, excluded_start)
-            if flag == PROFILED and start_ns < excluded_end and excluded_start < end_ns:
-                return PROFILED
-            if start_ns <= excluded_end <= end_ns and 2 * covered_ns > excluded_end - excluded_start:
-                return flag
-        return 0
+    def overlaps_stall(self, start_ns: int, end_ns: int) -> bool:
+        """Return whether a stall was noticed in this time, and more than half of the stall up to then lies in it."""
+        for stall_start, noticed_ns in self._stalls:
+            covered_ns = noticed_ns - max(start_ns, stall_start)
+            if start_ns <= noticed_ns <= end_ns and 2 * covered_ns > noticed_ns - stall_start:
+                return True
+        return False
 
     def note_pause(self, paused: bool, time_ns: int | None, duration_ns: int | None) -> None:
         """Note that a pause began (`paused`) at `time_ns`, or that it ended then, after `duration_ns`."""

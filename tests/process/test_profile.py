@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
-import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpmon.tracer.profiling import MAX_TRACES
+from dpmon.span_reader import SpanReader
+from dpmon.span_ring import HeaderWord
 from support.run_harness import Dpmon, wait_for
 from support.tracer_harness import TracedScript, run_untraced
 
@@ -48,7 +47,7 @@ def asking(steps: int = 3, at: str = "step == 100") -> str:
 
 
 def ends(run: Any) -> list[dict[str, Any]]:
-    return [event.data for event in run.events("profile") if "operators" in event.data]
+    return [event.data for event in run.events("profile")]
 
 
 def test_the_script_sees_nothing_of_it(tmp_path: Path) -> None:
@@ -56,26 +55,24 @@ def test_the_script_sees_nothing_of_it(tmp_path: Path) -> None:
     plain = run_untraced(tmp_path, script_text(), 200, flags=("-W", "error"))
     assert (run.status, run.err, run.complaints) == (0, "", [])
     assert (run.out, run.err) == (plain.out, plain.err)
-    begin, end = [event.data for event in run.events("profile")]
-    assert (end["steps"], end["step"] - begin["step"]) == (3, 3)
+    (end,) = ends(run)
+    assert end["steps"] == 3
+    slowed = [step.step for step in run.steps() if step.is_slowed and step.step > 50]
+    assert slowed == list(range(end["step"] - 2, end["step"] + 2))
     operators = end["operators"]
     assert {operator["on"] for operator in operators} == {"host"}
     assert "aten::addmm" in {operator["name"] for operator in operators}
-    assert 0 < sum(operator["share"] for operator in operators) <= 1.0001
     assert [operator["ms"] for operator in operators] == sorted(
         (operator["ms"] for operator in operators), reverse=True
     )
-    trace = run.directory / end["file"]
-    assert stat.S_IMODE(trace.stat().st_mode) == 0o600
-    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    names = [event.get("name") for event in json.loads((run.directory / end["file"]).read_text())["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 3
-    assert not list(run.directory.glob("*.json"))
 
 
-def test_the_newest_traces_are_kept(tmp_path: Path) -> None:
+def test_the_newest_trace_is_kept(tmp_path: Path) -> None:
     run = TracedScript(tmp_path, script_text(asking(1, "step % 20 == 9"), ASK), 200, mode="script").end()
     assert len(ends(run)) == 10
-    assert len(list(run.directory.glob("profile-*"))) == MAX_TRACES
+    assert [path.name for path in run.directory.glob("profile-*")] == ["profile-0.json"]
 
 
 OWN = """
@@ -114,10 +111,23 @@ def test_a_profiler_that_the_script_starts_meanwhile_works(tmp_path: Path) -> No
     assert ends(run)[0]["refused"] == "the script started torch.profiler itself"
 
 
-def test_refused_without_kineto(tmp_path: Path) -> None:
-    begin = f"{ASK}\nfrom torch.autograd import profiler; profiler.kineto_available = lambda: False"
+def test_a_profiler_that_fails_does_not_disturb_the_script(tmp_path: Path) -> None:
+    begin = f"{ASK}\nfrom torch.autograd import profiler; profiler.profile = None"
     run = TracedScript(tmp_path, script_text(asking(), begin), 200, mode="script").end()
-    assert [end["refused"] for end in ends(run)] == ["this torch was built without Kineto, its profiler"]
+    assert (run.status, run.err) == (0, "")
+    assert [end["refused"] for end in ends(run)] == ["torch.profiler failed: see the warnings"]
+    assert len(run.complaints) == 1
+
+
+def test_flops_are_counted_after_a_profile(tmp_path: Path) -> None:
+    """The profile of the first steps delays the count; both are complete."""
+    run = TracedScript(tmp_path, script_text(asking(20, "step == 0"), ASK), 100, mode="script").end()
+    assert (run.status, run.err, run.complaints) == (0, "", [])
+    (end,) = ends(run)
+    (counted,) = [event.data for event in run.events("flops")]
+    assert end["steps"] == 20
+    assert counted["step"] == end["step"] + 1
+    assert counted["flops"] > 0
 
 
 FORK = """
@@ -160,7 +170,7 @@ def test_replicas_are_in_it(tmp_path: Path) -> None:
     (end,) = ends(run)
     calls = {operator["name"]: operator["calls"] for operator in end["operators"]}
     threads = set()
-    for event in json.loads(gzip.decompress((run.directory / end["file"]).read_bytes()))["traceEvents"]:
+    for event in json.loads((run.directory / end["file"]).read_text())["traceEvents"]:
         if event.get("name") == "aten::addmm":
             threads.add(event["tid"])
     assert len(threads) >= 2, calls
@@ -178,7 +188,7 @@ def test_the_command_prints_and_the_report_names_it(dpmon: Dpmon) -> None:
     start(dpmon, ENDLESS)
     done = dpmon.run("profile", "--steps", 2)
     assert done.status == 0, done.errors
-    assert done.text.startswith("PROFILE\n  2 steps of process 0 up to step ")
+    assert done.text.startswith("2 steps of process 0 up to step ")
     assert "aten::addmm" in done.text
     said = json.loads(dpmon.run("profile", "--json").text)
     assert (dpmon.last() / said["file"]).exists()
@@ -187,9 +197,8 @@ def test_the_command_prints_and_the_report_names_it(dpmon: Dpmon) -> None:
     assert (refused.status, refused.errors.count("\n")) == (2, 1)
     assert "no training process of rank 7" in refused.errors
     report = json.loads(dpmon.run("report", "--json").text)
-    assert report["profile"]["file"] == said["file"]
+    assert report["profiles"][-1]["file"] == said["file"]
     assert "aten::addmm" in dpmon.run("report").text
-    assert report["elapsed"]["profiled_s"] > 0
     explained = dpmon.run("status", "--explain").text.splitlines()
     assert 10 < len(explained) <= 40
     dpmon.stop("last")
@@ -197,14 +206,16 @@ def test_the_command_prints_and_the_report_names_it(dpmon: Dpmon) -> None:
     assert (over.status, over.errors.count("\n")) == (2, 1)
 
 
-def test_a_kill_during_a_profile(dpmon: Dpmon) -> None:
-    start(dpmon, ENDLESS)
-    command = dpmon.start("profile", "--steps", 100)
-    wait_for(lambda: any(b'"kind":"profile"' in path.read_bytes() for path in dpmon.last().glob("*.jsonl")) or None)
+def test_the_run_is_killed_while_the_profile_waits_for_a_step(dpmon: Dpmon) -> None:
+    start(dpmon, script_text("if step == 200: __import__('time').sleep(10_000)"))
+    wait_for(lambda: json.loads(dpmon.run("status", "--json").out)["steps"] > 200 or None)
+    command = dpmon.start("profile")
+    ring = SpanReader(str(dpmon.last() / "process-0.ring"))
+    wait_for(lambda: ring._read_word(HeaderWord.PROFILE) or None)
     os.kill(dpmon.info()["command_pid"], signal.SIGKILL)
     _, errors = command.communicate(timeout=200)
     assert command.returncode == 2
-    assert b"not profiled: rank 0 ended no step within" in errors
+    assert b"was not profiled: rank 0 ended no step within 60 s, or the run ended" in errors
     assert dpmon.run("report").status == 0
 
 
@@ -244,5 +255,5 @@ def test_the_straggler_of_two_ranks_is_profiled(dpmon: Dpmon) -> None:
     assert {step["rank"] for step in steps} == {0, 1}
     report = json.loads(dpmon.run("report", "--json").text)
     counted = {rank["rank"]: rank["steps"] for rank in report["ranks"]}
-    for rank in (0, 1):
-        assert counted[rank] <= sum(step["rank"] == rank for step in steps) - 3
+    assert counted == {rank: sum(step["rank"] == rank for step in steps) for rank in (0, 1)}
+    assert {"gloo:all_reduce", "gloo:allreduce"}.isdisjoint(operator["name"] for operator in said["operators"])

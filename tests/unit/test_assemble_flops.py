@@ -1,4 +1,4 @@
-"""Which steps get the FLOPs of a step that was counted."""
+"""Which steps get the FLOPs of a step that was counted, and which steps a count or a profile slows."""
 
 from __future__ import annotations
 
@@ -39,4 +39,32 @@ def test_later_steps_of_the_same_shape_get_the_flops(with_loader: bool, mark: st
     assert known[3:] == [expected, None, expected]
     assert [event.data["step"] for event in result.events if event.kind == "flops"] == [3]
     assert "recomputed_flops" not in result.steps[-1].counts
-    assert [step.step for step in result.steps if step.is_counted] == [3]
+    assert [step.step for step in result.steps if step.is_slowed] == [3]
+
+
+@pytest.mark.parametrize(("with_loader", "slowed"), [(False, [3, 4, 5]), (True, [2, 3, 4])])
+def test_a_profile_slows_its_steps_and_the_one_with_its_start_or_end(with_loader: bool, slowed: list[int]) -> None:
+    """A profile of steps 3 and 4. It starts and ends between steps: before a fetch, or after an optimizer step."""
+    script = Script()
+    script.makes_optimizer()
+    model = script.model()
+    for number in range(1, 8):
+        if number in (3, 4, 5):
+            script.write(Kind.PROFILE, script.now, 0)
+        train(script, model, with_loader=with_loader)
+    steps = assemble_script(script).steps
+    assert [step.step for step in steps] == list(range(1, 8))
+    assert [step.step for step in steps if step.is_slowed] == slowed
+
+
+def test_a_profile_that_ends_in_a_counted_step_keeps_its_flops() -> None:
+    script = Script()
+    script.makes_optimizer()
+    model = script.model()
+    for number in range(1, 7):
+        if number == 3:
+            script.write(Kind.PROFILE, script.now, 0)
+        train(script, model, mark="before" if number == 3 else "")
+    steps = assemble_script(script).steps
+    assert [step.quantity("flops") for step in steps][3:] == [640, 640, 640]
+    assert [step.step for step in steps if step.is_slowed] == [3]

@@ -50,7 +50,7 @@ def objects(state: Path) -> list[dict[str, Any]]:
         *(pause_event(5.0, 20), pause_event(6.0, 20, 1.0)),
         event("memory", t_s=2.5, step=9, absent={}, devices=[{"device": "cuda:0", "absent": {"rest_bytes": "x"}}]),
         event("warning", t_s=1.0, text="careful"),
-        event("profile", t_s=3.0, step=9, request=65539, steps=3, operators=[OPERATOR], file="profile-0-1.json.gz"),
+        event("profile", t_s=3.0, step=9, request=65539, steps=3, operators=[OPERATOR], file="profile-0.json"),
         *LOSSES,
     ]
     own = [host_event(float(t)) for t in range(15)]
@@ -121,7 +121,7 @@ LOSSES: list[Row] = [
     Definition(3000, {"place": "train.py:88", "why": None}),
     *(LossRow(3000, step, 2 * SECOND + step, value) for step, value in enumerate((1.0, nan), start=1)),
 ]
-OPERATOR = {"on": "host", "name": "aten::mm", "calls": 6, "ms": 1.5, "share": 0.5}
+OPERATOR = {"on": "host", "name": "aten::mm", "calls": 6, "ms": 1.5}
 STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank": 1}]}
 
 

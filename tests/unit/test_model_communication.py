@@ -23,6 +23,7 @@ from dpmon.model.stragglers import (
     short_sentence,
     straggler_sentence,
 )
+from dpmon.record.record_types import Step
 from dpmon.record.schema import EVALUATION, WARM_UP_STEPS
 from dpmon.report.report_json import communication_fields
 from dpmon.store.collectives import CollectiveSums
@@ -30,8 +31,16 @@ from dpmon.store.gaps import Gap
 from dpmon.store.steps import read_steps
 from dpmon.store.tally import Tally
 from support.analysis_builders import StatsOfPhases
-from support.history_builders import run_analysis_with
-from support.rank_builders import MS, communication_of, ddp_event, ddp_wrapper, rank_times, record_ddp_ranks
+from support.history_builders import Recording, run_analysis_with
+from support.rank_builders import (
+    MS,
+    communication_of,
+    ddp_event,
+    ddp_rank_rows,
+    ddp_wrapper,
+    rank_times,
+    record_ddp_ranks,
+)
 from support.record_builders import SECOND
 
 
@@ -216,6 +225,27 @@ def test_nobody_is_slow_because_it_evaluated(ranks: tuple[int, ...]) -> None:
     for seconds in range(3, end // SECOND):
         state = run.state(seconds * SECOND)
         assert state.communication is None or state.communication.straggler is None
+
+
+def test_a_profile_of_one_rank_counts_in_no_comparison_and_every_step_is_counted() -> None:
+    """Rank 1 is profiled in steps 200 to 202; rank 0 may also wait in step 203, until the trace is written."""
+    rows, _ = ddp_rank_rows(2)
+    for index, row in enumerate(rows[1]):
+        if isinstance(row, Step) and row.step in (200, 201, 202):
+            rows[1][index] = row._replace(is_slowed=True)
+    recording = Recording()
+    for rank, own in rows.items():
+        recording.add(own, rank, rank)
+    run = RunAnalysis(recording.store())
+    assert run.whole_communication is not None
+    compared = 400 - WARM_UP_STEPS
+    assert {rank.joined for rank in run.whole_communication.ranks} == {compared - 4}
+    steps = {(step.process, step.step): step for step in read_steps(recording.store(), 1000)}
+    uncompared = {number for _, number in steps if steps[0, number].exposed_ns is None}
+    assert uncompared == {200, 201, 202, 203}
+    counted = [run.window.tally("single", process=rank).steps for rank in (0, 1)]
+    settled = [run.window.tally("single", process=rank, without_warmup=True).steps for rank in (0, 1)]
+    assert (counted, settled) == ([400, 400], [compared, compared - 3])
 
 
 def test_communication_is_per_update_also_during_an_evaluation_that_fills_the_time_range() -> None:

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from dpmon.record.record_types import Event
-from dpmon.record.schema import EVALUATION, PROFILED, STALLED, TRAINING
+from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.store import time_accounting
-from dpmon.store.history_writer import WriteBatch
-from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.steps import read_longest_steps
 from dpmon.store.store_opening import open_store
@@ -211,39 +209,9 @@ def stalled_steps(account: TimeAccount, *steps: tuple[int, int]) -> list[Activit
 )
 def test_a_stall_takes_the_whole_step_or_gap_in_which_it_was_noticed(noticed: int, spent: dict[str, int]) -> None:
     since = max(end for end in (1, 21, 25, 45) if end <= noticed)
-    account = TimeAccount(0, 0, [(STALLED, since * SECOND, noticed * SECOND)])
+    account = TimeAccount(0, 0, [(since * SECOND, noticed * SECOND)])
     found = stalled_steps(account, (1, 20), (25, 20))
     assert sums(found) == {(name, "dp"): seconds * SECOND for name, seconds in spent.items()}
-
-
-@pytest.mark.parametrize(
-    ("profile", "spent"),
-    [
-        ((2, 5), {"startup": 1, "profiled": 20, "training": 20, "between": 4}),  # in the first step
-        ((22, 23), {"startup": 1, "profiled": 4, "training": 40}),  # between them, as while a trace is written
-        ((20, 26), {"startup": 1, "profiled": 44}),
-        ((46, 50), {"startup": 1, "training": 40, "between": 4}),
-    ],
-)
-def test_the_time_of_a_profile_is_its_own(profile: tuple[int, int], spent: dict[str, int]) -> None:
-    start, end = profile
-    account = TimeAccount(0, 0, [(PROFILED, start * SECOND, end * SECOND)])
-    found = stalled_steps(account, (1, 20), (25, 20))
-    assert sums(found) == {(name, "dp"): seconds * SECOND for name, seconds in spent.items()}
-
-
-def test_no_rank_counts_steps_while_one_is_profiled() -> None:
-    """A profile without an end counts for a while; a refusal has no start, and changes nothing."""
-    accounts, batch = ProcessAccounts(), WriteBatch()
-    accounts.handle_event(batch, 1, "profile", {"refused": "no"} | {"operators": []}, 5 * SECOND)
-    assert not accounts.excluded
-    accounts.handle_event(batch, 1, "profile", {}, 10 * SECOND)
-    assert list(accounts.excluded) == [(PROFILED, 10 * SECOND, 130 * SECOND)]
-    accounts.handle_event(batch, 1, "profile", {"operators": []}, 12 * SECOND)
-    accounts.handle_event(batch, 1, "profile", {"refused": "no"} | {"operators": []}, 14 * SECOND)
-    assert list(accounts.excluded) == [(PROFILED, 10 * SECOND, 12 * SECOND)]
-    assert accounts.get_account(0)._find_exclusion(11 * SECOND, 20 * SECOND) == PROFILED
-    assert accounts.get_account(0)._find_exclusion(12 * SECOND, 20 * SECOND) == 0
 
 
 def test_no_figure_has_the_step_in_which_the_run_stalled(state: Path) -> None:

@@ -120,7 +120,7 @@ class FlopCounter:
         updates = recorder.optimizer_steps if recorder.has_optimizer else recorder.backward_passes
         if recorder.counting_mode is not None:
             self.known.add(shape)
-        elif thread is not recorder.training_thread or updates < MIN_UPDATES:
+        elif thread is not recorder.training_thread or updates < MIN_UPDATES or recorder.profile is not None:
             return
         elif not recorder.is_between_steps:
             if has_grad:

@@ -154,6 +154,8 @@ class SpanRecorder:
         """Whether no call has begun since the last boundary of two steps."""
         self.counting_mode: Any = None
         """The `FlopCounter` while it counts a step; else None."""
+        self.profile: Any = None
+        """The profile by torch.profiler while it is on; else None."""
         self.optimizer_steps = 0
         """Number of optimizer steps."""
         self.backward_passes = 0

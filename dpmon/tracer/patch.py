@@ -112,7 +112,7 @@ def install() -> None:
     gradients = GradientSync(session, recorder)
     collectives, profiler = CollectiveSampler(session, recorder), StepProfiler(session, recorder)
     compiles, syncs = CompileReader(session), HostSyncSampler(session, recorder)
-    checks = TrainingChecks(session, modules, losses)
+    checks = TrainingChecks(session, roots, losses)
     polled = (flops, roots, memory, collectives, walker, profiler, losses, checkpoints, compiles, syncs)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made

@@ -112,6 +112,8 @@ class RootFinder:
         self._may_have_missed_calls = False
         """Whether roots that this watch finds may have been called before it began."""
         self._late_warnings = 0
+        self.has_wrapper = False
+        """Whether the process made a DistributedDataParallel, even if it is never called."""
         self.on_new_module: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
@@ -200,6 +202,7 @@ class RootFinder:
             if self._new_modules.get(module) or "_is_replica" in module.__dict__:
                 return
             self._new_modules.set(module, True)
+            self.has_wrapper |= isinstance(module, torch.nn.parallel.DistributedDataParallel)
             if self._watching:
                 self._new_in_watch.set(module, True)
             if name in WRAPPER_ATTRIBUTES and _is_model(part):

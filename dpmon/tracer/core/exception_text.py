@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
@@ -94,7 +95,7 @@ def _parse_spawn_exception(class_name: str, value: object) -> tuple[str, str, in
 
 
 def _message(error: BaseException | None, traceback: TracebackType | None) -> str:
-    """Return the first line of an exception's text, after the names of the parameters whose numbers the text has.
+    """Return the first line of an exception's text, after the names of parameters that it has only by number.
 
     Empty if reading it would run code of the script.
 
@@ -103,22 +104,23 @@ def _message(error: BaseException | None, traceback: TracebackType | None) -> st
     is_builtin = isinstance(type(error).__str__, WrapperDescriptorType)
     if error is None or not is_builtin or not all(type(value) in _SAFE_TYPES for value in error.args):
         return ""
-    lines = (line.strip() for line in (_name_unused(str(error), traceback) + str(error).strip()).splitlines())
+    lines = (line.strip() for line in (_name_unused(str(error), traceback) + str(error)).splitlines())
     return next((line[:MAX_CHARACTERS] for line in lines if line.strip("=-")), "")  # torchrun's begins with a rule
 
 
 def _name_unused(message: str, traceback: Any) -> str:
-    """Return "UNUSED_PARAMETERS names. " for an error of DistributedDataParallel that has numbers; empty for others."""
+    """Return the names of the parameters in an error of DistributedDataParallel that has numbers; else empty."""
     match = _UNUSED_INDICES.search(message)
     while match is not None and traceback is not None:
         wrapper = traceback.tb_frame.f_locals.get("self")
         if issubclass(type(wrapper), torch.nn.parallel.DistributedDataParallel):
-            names, every = names_of_parameters(wrapper.module), wrapper._module_parameters
-            numbered = wrapper.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"]
-            for parameters in ([parameter for parameter in every if parameter.requires_grad], every):
-                if len(parameters) == numbered:  # it differs if the script has frozen parameters since then
-                    unused = [names.get(id(parameters[int(index)]), "?") for index in match[1].split()]
-                    return f"{UNUSED_PARAMETERS} {', '.join(unused)}. "
+            with suppress(Exception):  # another version of torch
+                names, every = names_of_parameters(wrapper.module), wrapper._module_parameters
+                numbered = wrapper.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"]
+                for parameters in ([parameter for parameter in every if parameter.requires_grad], every):
+                    if len(parameters) == numbered:  # it differs if the script has frozen parameters since then
+                        unused = [names[id(parameters[int(index)])] for index in match[1].split()]
+                        return f"{UNUSED_PARAMETERS} {', '.join(unused)}. "
         traceback = traceback.tb_next
     return ""
 

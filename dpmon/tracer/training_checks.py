@@ -17,6 +17,8 @@ MIN_GAP_NS, MAX_NAMES = 30_000_000_000, 8
 _NORM_DIMENSIONS: dict[type, int] = {torch.nn.BatchNorm1d: 3, torch.nn.BatchNorm2d: 4, torch.nn.BatchNorm3d: 5}
 """Dimensions of inputs with several positions in each row. SyncBatchNorm uses the rows of all ranks."""
 
+_WITH_MODES = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd
+
 
 class TrainingChecks:
     """The looks at one process's training."""
@@ -74,10 +76,9 @@ class TrainingChecks:
             "single_rows": any(_NORM_DIMENSIONS.get(type(part)) in single_rows for part in training),
             "has_wrapper": self._roots.has_wrapper,
         }
-        is_plain = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in trained)  # not sharded
-        sampled = [
-            value for value in trained[:: len(trained) // MAX_NAMES or 1][: MAX_NAMES * is_plain] if value.numel()
-        ]
+        is_sharded = any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in trained)
+        step = len(trained) // MAX_NAMES or 1
+        sampled = [value for value in trained[::step][:MAX_NAMES] if value.numel() and not is_sharded]
         weights = [value.detach()[tuple(size // 2 for size in value.shape)] for value in sampled]
         if any(unreadable_reason(weight) or weight.device != weights[0].device for weight in weights):
             weights = []
@@ -92,7 +93,5 @@ class TrainingChecks:
 
 def _depends_on_mode(part: Any) -> bool:
     """Return whether a module is a Dropout that drops values, or a BatchNorm that is not frozen."""
-    if isinstance(part, torch.nn.modules.dropout._DropoutNd):
-        return part.p > 0
     own: list[Any] = module_tables.values_of(part, module_tables.PARAMETERS)
-    return isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and all(value.requires_grad for value in own)
+    return isinstance(part, _WITH_MODES) and getattr(part, "p", 1) > 0 and all(value.requires_grad for value in own)

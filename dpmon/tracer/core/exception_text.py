@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.shared_names import UNUSED_PARAMETERS, find_program_frame, shorten_name
+from dpmon.record.shared_names import find_program_frame, shorten_name
 from dpmon.tracer.core.module_tables import names_of_parameters
 
 _DPMON = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -95,9 +95,7 @@ def _parse_spawn_exception(class_name: str, value: object) -> tuple[str, str, in
 
 
 def _message(error: BaseException | None, traceback: TracebackType | None) -> str:
-    """Return the first line of an exception's text, after the names of parameters that it has only by number.
-
-    Empty if reading it would run code of the script.
+    """Return the first line of an exception's text; empty if reading it would run code of the script.
 
     Python has already printed the traceback. Without dpmon, no method of the exception would be called after that.
     """
@@ -109,7 +107,7 @@ def _message(error: BaseException | None, traceback: TracebackType | None) -> st
 
 
 def _name_unused(message: str, traceback: Any) -> str:
-    """Return the names of the parameters in an error of DistributedDataParallel that has numbers; else empty."""
+    """Return "no gradient for a.weight. " for an error of DistributedDataParallel with only numbers; else empty."""
     match = _UNUSED_INDICES.search(message)
     while match is not None and traceback is not None:
         wrapper = traceback.tb_frame.f_locals.get("self")
@@ -120,7 +118,7 @@ def _name_unused(message: str, traceback: Any) -> str:
                 for parameters in ([parameter for parameter in every if parameter.requires_grad], every):
                     if len(parameters) == numbered:  # it differs if the script has frozen parameters since then
                         unused = [names[id(parameters[int(index)])] for index in match[1].split()]
-                        return f"{UNUSED_PARAMETERS} {', '.join(unused)}. "
+                        return f"no gradient for {', '.join(unused)}. "
         traceback = traceback.tb_next
     return ""
 

@@ -74,7 +74,7 @@ class TrainingChecks:
             "has_rate": any(type(rate) not in (int, float) or rate for rate in rates),
             "evaluating": not training and any(map(_depends_on_mode, parts)),
             "single_rows": any(_NORM_DIMENSIONS.get(type(part)) in single_rows for part in training),
-            "has_wrapper": self._roots.has_wrapper,
+            "has_wrapper": self._roots.synced_names is not None,
         }
         is_sharded = any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in trained)
         step = len(trained) // MAX_NAMES or 1

@@ -177,10 +177,6 @@ class CallLayouts:
         """Return the rows in a definition of sizes: those of the first tensor in the batch dimension of the layout."""
         return count_rows(self._definitions[process].sizes.get(number), layout.dim)
 
-    def first_shape(self, process: int, number: int) -> tuple[int, ...]:
-        """Return the shape of the first tensor in a definition of sizes; empty if it was not seen."""
-        return next((size.shape for size in self._definitions[process].sizes.get(number) or ()), ())
-
     def calls(self, mode: str, kind: int) -> int:
         """Return the number of calls of a mode and kind, including those outside steps."""
         return sum(shape.calls for shape, _ in self._shapes if (shape.mode, step_kind(shape.kind)) == (mode, kind))

@@ -17,8 +17,6 @@ DDP = "DistributedDataParallel"
 FSDP = "fully_shard"
 RANK_MODES = {DDP: "ddp", FSDP: "fsdp"}
 """The mode in which ranks train one model together, by the `via` of their calls."""
-UNUSED_PARAMETERS = "no gradient for"
-"""Start of the text of an error of DistributedDataParallel; the names of parameters follow."""
 ELSEWHERE = "elsewhere"
 """State of a run that another node supervises."""
 

@@ -112,7 +112,7 @@ def install() -> None:
     gradients = GradientSync(session, recorder)
     collectives, profiler = CollectiveSampler(session, recorder), StepProfiler(session, recorder)
     compiles, syncs = CompileReader(session), HostSyncSampler(session, recorder)
-    checks = TrainingChecks(session, modules, losses)
+    checks = TrainingChecks(session, roots, losses)
     polled = (flops, roots, memory, collectives, walker, profiler, losses, checkpoints, compiles, syncs)
 
     def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
@@ -161,7 +161,7 @@ def install() -> None:
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (flops, *parts, walker, profiler, compiles, syncs, checks, responder)]
-    _install_exit_hooks(session, recorder, memory, losses, collectives, loaders, responder, resets)
+    _install_exit_hooks(session, recorder, roots, memory, losses, collectives, loaders, responder, resets)
     atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
@@ -183,6 +183,7 @@ def _wrap_dp_init(original: Function, modes: ModeDecider, call_tracer: CallTrace
 def _install_exit_hooks(
     session: Session,
     recorder: SpanRecorder,
+    roots: RootFinder,
     memory: MemoryTracer,
     losses: LossTracer,
     collectives: CollectiveSampler,
@@ -194,7 +195,7 @@ def _install_exit_hooks(
 
     def note_uncaught() -> None:  # shows which of several processes ended the run, and why
         rank, _ = rank_and_world()
-        exception_note = describe_uncaught(rank, loaders.describe_killed_worker())
+        exception_note = describe_uncaught(rank, loaders.describe_killed_worker(), roots.synced_names or ())
         if exception_note is not None:
             append_note(exception_note, "endings.log")
 

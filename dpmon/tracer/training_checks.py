@@ -1,8 +1,4 @@
-"""Records what can prove that a training is wrong although it does not fail. It draws no conclusions.
-
-Looks follow updates whose number is a multiple of a power of two, which grows until looks are about a minute apart, so
-ranks look after the same updates. A look takes each optimizer that steps within WINDOW updates.
-"""
+"""Records what can prove that a training is wrong although it does not fail. It draws no conclusions."""
 
 from __future__ import annotations
 
@@ -11,77 +7,91 @@ from typing import Any
 
 import torch
 
-from dpmon.tracer.calls.traced_modules import TracedModules
-from dpmon.tracer.core.identity_table import IdentityTable
-from dpmon.tracer.core.module_tables import class_name, in_training_mode, modules_of, names_of_parameters, unwrap_module
+from dpmon.record.shared_names import shorten_name
+from dpmon.tracer.calls.roots import RootFinder
+from dpmon.tracer.core import module_tables
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.steps.losses import LossTracer
+from dpmon.tracer.steps.losses import LossTracer, unreadable_reason
 
-WINDOW, MIN_GAP_NS, MAX_NAMES = 4, 30_000_000_000, 8
-"""Updates in which a look waits for optimizers, and number of the first; a gap between looks that is not doubled."""
+MIN_GAP_NS, MAX_NAMES = 30_000_000_000, 8
 _NORM_DIMENSIONS: dict[type, int] = {torch.nn.BatchNorm1d: 3, torch.nn.BatchNorm2d: 4, torch.nn.BatchNorm3d: 5}
-"""SyncBatchNorm uses the rows of all ranks."""
+"""Dimensions of inputs with several positions in each row. SyncBatchNorm uses the rows of all ranks."""
+
 _WITH_MODES = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd
 
 
 class TrainingChecks:
     """The looks at one process's training."""
 
-    def __init__(self, session: Session, modules: TracedModules, losses: LossTracer) -> None:
-        self._session, self._modules, self._losses = session, modules, losses
+    def __init__(self, session: Session, roots: RootFinder, losses: LossTracer) -> None:
+        self._session, self._roots, self._losses = session, roots, losses
         self.reset()
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
-        self._last_updates: IdentityTable[int] = IdentityTable()  # of the looks at each optimizer
-        self._due, self._gap, self._due_ns = WINDOW, WINDOW, 0
+        self._gap, self._last_ns = 2, 0
 
     def poll(self, optimizer: object, update: int) -> int:
-        """Look at an optimizer after its step if it is time to. Return the update after which to call again."""
-        if update >= self._due + WINDOW:
-            now = monotonic_ns()
-            self._gap <<= now - self._due_ns < MIN_GAP_NS
-            self._due, self._due_ns = (update // self._gap + 1) * self._gap, now
-        if update >= self._due > (self._last_updates.get(optimizer) or 0) and self._session.ring is not None:
+        """Look at an optimizer after its step. Return the update after which to call again.
+
+        Ranks look after the same updates: near multiples of a power of two, which grows until looks are about a minute
+        apart. How near varies, so that not all looks meet the last batch of an epoch, or one of several optimizers.
+        """
+        now = monotonic_ns()
+        if now - self._last_ns < MIN_GAP_NS:
+            self._gap *= 2
+        self._last_ns = now
+        if self._session.ring is not None:
             with self._session.hidden("checks of the training"), torch._C._DisableTorchDispatch():
                 self._look(optimizer, update)
-        return max(self._due, update + 1)
+        multiple = (update // self._gap + 1) * self._gap
+        return multiple + multiple % 7
 
     def _look(self, optimizer: Any, update: int) -> None:
-        """Look at an optimizer and at the models that it trains."""
-        groups, owners, model_names = optimizer.param_groups, dict[int, tuple[str, Any]](), dict[int, str]()
-        for traced_module in list(self._modules.modules_by_id.values()):
-            root = unwrap_module(traced_module.module_ref())
-            model_names[id(root)] = traced_module.model_name
-            for key, name in names_of_parameters(root).items():
-                owners.setdefault(key, (name, root))
-        trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        owned = [(parameter, *owners[id(parameter)]) for parameter in trained if id(parameter) in owners]
-        roots = {id(root): root for *_, root in owned}.values()
-        evaluated = [root for root in roots if not in_training_mode(root)]
-        norms = [part for root in roots for part in modules_of(root) if type(part) in _NORM_DIMENSIONS]
-        bare_names = [name for parameter, name, _ in owned if parameter.grad is None]
+        """Record an optimizer and the models that it trains."""
+        trained = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad]
+        names, models, shapes = dict[int, str](), dict[str, Any](), list[Any]()
+        for module in list(self._roots.call_tracer.traced_modules.modules_by_id.values()):
+            model = module_tables.unwrap_module(module.module_ref())
+            own_names = module_tables.names_of_parameters(model)
+            if any(id(value) in own_names and id(value) not in names for value in trained):
+                models[module.model_name] = model
+                caches = [inputs for inputs, _ in module.replica_caches] or [module.input_cache]
+                if len(caches) > 1 or (self._session.world_size or 1) > 1:
+                    shapes += [cache.shape or () for cache in caches]
+            names = own_names | names
+        bare = [names.get(id(value), "") for value in trained if value.grad is None and value not in optimizer.state]
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        parts: list[Any] = [part for model in models.values() for part in module_tables.modules_of(model)]
+        training = [part for part in parts if module_tables.in_training_mode(part)]
+        single_rows = {len(shape) for shape in shapes if shape[:1] == (1,)}
         facts = {
             "update": update,
-            "optimizer_class": class_name(optimizer),
-            "roots": [model_names[id(root)] for root in roots],
-            "idle": bool(owners and trained and not owned) and all(parameter.grad is None for parameter in trained),
-            "no_gradient": bare_names[: MAX_NAMES * (len(bare_names) < len(owned))],
-            "rates": [rate if type(rate) in (int, float) else None for rate in (group.get("lr") for group in groups)],
-            "evaluating": any(isinstance(part, _WITH_MODES) for root in evaluated for part in modules_of(root)),
-            "norm_dimensions": sorted({_NORM_DIMENSIONS[type(norm)] for norm in norms if in_training_mode(norm)}),
+            "optimizer_class": module_tables.class_name(optimizer),
+            "roots": list(models),
+            "idle": bool(names) and not models and 0 < len(bare) == len(trained),
+            "no_gradient": [shorten_name(name) for name in bare if name and optimizer.state][:MAX_NAMES],
+            "has_rate": any(type(rate) not in (int, float) or rate for rate in rates),
+            "evaluating": not training and any(map(_depends_on_mode, parts)),
+            "single_rows": any(_NORM_DIMENSIONS.get(type(part)) in single_rows for part in training),
+            "has_wrapper": self._roots.synced_names is not None,
         }
-        plain = [parameter for parameter, *_ in owned if type(parameter) is torch.nn.Parameter and parameter.numel()]
-        values = [
-            parameter.detach()[tuple(size // 2 for size in parameter.shape)]
-            for parameter in plain[:: len(plain) // MAX_NAMES or 1][:MAX_NAMES]
-            if parameter.device == trained[0].device
-        ]
-        losses = [loss for loss in self._losses.losses_of_update() if trained and loss.device == trained[0].device]
+        is_sharded = any(type(value) not in (torch.Tensor, torch.nn.Parameter) for value in trained)
+        step = len(trained) // MAX_NAMES or 1
+        sampled = [value for value in trained[::step][:MAX_NAMES] if value.numel() and not is_sharded]
+        weights = [value.detach()[tuple(size // 2 for size in value.shape)] for value in sampled]
+        if any(unreadable_reason(weight) or weight.device != weights[0].device for weight in weights):
+            weights = []
+        losses = [loss for loss in self._losses.losses_of_update() if weights and loss.device == weights[0].device]
 
-        def record(read: list[float]) -> None:
-            parts = {"weights": read[: len(values)], "losses": read[len(values) :]}
-            self._session.record_event("check", None, **facts, **parts)
+        def record(*values: float) -> None:
+            read = {"weights": values[: len(weights)], "losses": values[len(weights) :]}
+            self._session.record_event("check", None, **facts, **read)
 
-        if self._losses.read_values(values + losses, record):
-            self._last_updates.set(optimizer, update)
+        self._losses.read_values(weights + losses, record)
+
+
+def _depends_on_mode(part: Any) -> bool:
+    """Return whether a module is a Dropout that drops values, or a BatchNorm that is not frozen."""
+    own: list[Any] = module_tables.values_of(part, module_tables.PARAMETERS)
+    return isinstance(part, _WITH_MODES) and getattr(part, "p", 1) > 0 and all(value.requires_grad for value in own)

@@ -1,4 +1,4 @@
-"""Findings about ranks need weights that differ, or losses that are equal, and ranks that communicate little."""
+"""Findings about wrong trainings need their proof at each of the newest looks, and nothing that explains it away."""
 
 from __future__ import annotations
 
@@ -7,37 +7,32 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.findings.correctness_findings import MAX_STEP_BYTES, MIN_LOSSES, find_wrong_training
-from dpmon.model.findings.finding_evidence import MIN_STEPS
-from dpmon.model.layouts import CallLayouts
+from dpmon.model.findings.correctness_findings import MIN_LOSSES, find_wrong_training
 from dpmon.model.loss_curves import LossCurve
-from dpmon.record.history_rows import Definitions, Layout
-from dpmon.record.record_types import Event, Operation, Size
-from dpmon.record.schema import EVALUATION
+from dpmon.record.record_types import Event, Operation
 from dpmon.store.collectives import CollectiveSums
 from dpmon.store.events import event_to_json
 from dpmon.store.loss_table import LossBin
-from dpmon.store.shapes import CallShape
 from support.history_builders import HEALTHY_STORE, run_analysis_with
 
-SILENT = CollectiveSums((Operation("all_reduce", 2, 1, 4),), 1)
-"""One sampled step, in which the script adds up a loss."""
-BUSY = CollectiveSums((Operation("all_reduce", 2, 1, MAX_STEP_BYTES + 1),), 1)
-UPDATES = 4, 12, 24, 32
+AVERAGED = CollectiveSums((Operation("all_reduce", 2, 1, 4096),), 1)
+"""One sampled step of DistributedDataParallel."""
+UPDATES = 4, 9, 18, 36
 
 
 def look(rank: int, update: int, **more: Any) -> dict[str, Any]:
     """Return the fields of a `check` record; by default, weights and losses differ between ranks."""
     common = {"process": rank, "rank": rank, "update": update, "optimizer_class": "SGD", "roots": ["Net"]}
-    seen = {"idle": False, "no_gradient": [], "rates": [0.1], "evaluating": False, "norm_dimensions": []}
-    return {**common, **seen, "weights": [1.0, 1.0 + rank], "losses": [update + rank], **more}
+    seen = {"idle": False, "no_gradient": [], "has_rate": True, "evaluating": False, "single_rows": False}
+    return {**common, **seen, "has_wrapper": True, "weights": [1.0, 1.0 + rank], "losses": [update + rank], **more}
 
 
-def texts(looks: list[dict[str, Any]], sums: CollectiveSums = SILENT, **facts: Any) -> list[str]:
+def texts(looks: list[dict[str, Any]], synced: float = 0, **facts: Any) -> list[str]:
     """Return the findings about these looks, which are recorded in this order."""
     rows = [(0, 0, "check", 0, event_to_json(Event("check", data))) for data in reversed(looks)]
     store = SimpleNamespace(**{**vars(HEALTHY_STORE), "connection": SimpleNamespace(rows=lambda *_: rows)})
-    run = run_analysis_with(store=store, whole_communication=SimpleNamespace(collectives=sums), **facts)
+    communication = SimpleNamespace(collectives=facts.pop("sums", AVERAGED), synced=synced, unsynced=None)
+    run = run_analysis_with(store=store, **{"whole_communication": communication, **facts})
     return [finding.text for finding in find_wrong_training(run)]
 
 
@@ -45,31 +40,30 @@ def looks_of(**more: Any) -> list[dict[str, Any]]:
     return [look(rank, update, **more) for update in UPDATES for rank in (0, 1)]
 
 
-def test_weights_that_differ_although_ranks_hardly_communicate() -> None:
+def test_weights_that_differ_because_the_wrapper_is_not_called() -> None:
     assert texts(looks_of()) == ["Nothing averages the gradients: weights of the ranks differ by up to 50%."]
 
 
-@pytest.mark.parametrize("sums", [BUSY, CollectiveSums()], ids=["they communicate", "it is unknown"])
-def test_ranks_that_may_communicate(sums: CollectiveSums) -> None:
-    assert texts(looks_of(), sums) == []
+@pytest.mark.parametrize(
+    ("looks", "synced"),
+    [
+        (looks_of(), 1.0),
+        (looks_of(has_wrapper=False), 0.0),
+        (looks_of(weights=[1.0]), 0.0),
+        (looks_of(weights=[], losses=[0.5]), 0.0),
+        (looks_of(weights=[None, 1.0]), 0.0),
+        (looks_of()[:4], 0.0),
+        ([look(0, update) for update in UPDATES], 0.0),
+    ],
+    ids=["called", "separate models, local SGD", "equal", "sharded", "NaN", "too few looks", "one rank"],
+)
+def test_ranks_whose_weights_may_differ(looks: list[dict[str, Any]], synced: float) -> None:
+    assert texts(looks, synced) == []
 
 
-def test_weights_that_were_averaged_once() -> None:
-    """Averaging after some updates only: local SGD."""
-    looks = looks_of()
-    looks[2] = look(0, 12, weights=[1.0, 2.0])
-    looks[3] = look(1, 12, weights=[1.0, 2.0])
-    assert texts(looks) == []
-
-
-@pytest.mark.parametrize("weights", [[], [None, 1.0]], ids=["sharded", "NaN"])
-def test_weights_that_cannot_be_compared(weights: list[Any]) -> None:
-    assert texts(looks_of(weights=weights, losses=[0.5])) == []
-
-
-def test_rounding_is_no_difference() -> None:
-    looks = [look(rank, update, weights=[1.0 + rank * 1e-7]) for update in UPDATES for rank in (0, 1)]
-    assert texts(looks) == []
+def test_gradients_under_no_sync_may_be_local_sgd() -> None:
+    communication = SimpleNamespace(collectives=CollectiveSums(), synced=0, unsynced=1.0)
+    assert texts(looks_of(), whole_communication=communication) == []
 
 
 def same_data(**more: Any) -> list[dict[str, Any]]:
@@ -81,14 +75,25 @@ def same_data(**more: Any) -> list[dict[str, Any]]:
 
 
 def test_equal_losses_and_weights() -> None:
-    assert texts(same_data()) == ["All ranks train on the same data: their losses and weights are equal."]
-    assert texts(same_data(losses=[0.0])) == [], "a loss that never changes says nothing about the data"
-    assert texts(same_data(losses=[])) == [], "losses that are not read"
-    assert texts(same_data(), SILENT._replace(own=("all_reduce",))) == [], "the script may average the losses itself"
-    assert texts(same_data()[:4]) == [], "too few looks"
-    assert texts([look(0, update) for update in UPDATES]) == [], "one rank"
-    shards = [look(rank, update, weights=[1.0]) for update in UPDATES for rank in (0, 1)]
-    assert texts(shards) == [], "each rank has its own data"
+    assert texts(same_data(), 1.0) == ["All ranks train on the same data: their losses and weights are equal."]
+    assert texts(same_data(losses=[0.0]), 1.0) == [], "a loss that never changes says nothing about the data"
+    assert texts(same_data(losses=[]), 1.0) == [], "losses that are not read"
+    assert texts(same_data(weights=[]), 1.0) == [], "sharded weights: the ranks may share the data on purpose"
+    assert texts(same_data()[:4], 1.0) == [], "too few looks"
+    assert texts(looks_of(weights=[1.0]), 1.0) == [], "each rank has its own data"
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        AVERAGED._replace(own=("all_reduce",)),
+        AVERAGED._replace(operations=(*AVERAGED.operations, Operation("all_gather", 2, 1, 64))),
+        CollectiveSums(),
+    ],
+    ids=["the script averages the losses", "a loss over the outputs of all ranks", "it is unknown"],
+)
+def test_losses_that_may_depend_on_the_data_of_all_ranks(sums: CollectiveSums) -> None:
+    assert texts(same_data(), 1.0, sums=sums) == []
 
 
 def test_conditions_of_an_optimizer_hold_at_all_newest_looks() -> None:
@@ -99,21 +104,21 @@ def test_conditions_of_an_optimizer_hold_at_all_newest_looks() -> None:
     assert of_one(training, evaluating, evaluating, evaluating) == ["Net is in eval mode while it trains."]
     assert of_one(evaluating, evaluating) == []
     assert of_one(evaluating, evaluating, evaluating, training) == []
-    assert of_one(*[{"rates": [0.0, 0]}] * 3) == ["The learning rate of SGD is 0."]
-    assert of_one(*[{"rates": [0.0, None]}] * 3) == [], "a rate in a tensor is not read"
-    assert of_one(*[{"rates": [0.0, 0.1]}] * 3) == [], "one group is frozen"
+    assert of_one(*[{"has_rate": False}] * 3) == ["The learning rate of SGD is 0."]
+    assert of_one(*[{"has_rate": False}] * 3, training) == [], "a warm-up from 0"
     bare = {"no_gradient": ["a.weight", "a.bias"]}
-    assert of_one(bare, bare, {"no_gradient": ["a.bias"]}) == ["No gradient ever reaches a.bias of Net."]
-    assert of_one(training, bare, bare, bare) == [], "it had one at the first look"
-    assert texts([look(rank, update, **evaluating) for update in UPDATES for rank in (0, 1)])[1:] == [
-        "Net is in eval mode while it trains."
-    ], "once for all ranks"
+    assert of_one(bare, bare, {"no_gradient": ["a.bias"]}) == ["No gradient has ever reached a.bias of Net."]
+    assert of_one(bare, bare, bare, training) == [], "it has one at last"
+    single = {"single_rows": True}
+    assert of_one(*[single] * 3) == ["BatchNorm in Net normalizes batches of one row."]
+    assert of_one(single, training, single, single) == [], "the last batch of an epoch"
+    assert texts(looks_of(evaluating=True, weights=[1.0])) == ["Net is in eval mode while it trains."], "once"
 
 
 def test_an_optimizer_of_another_model() -> None:
     idle = [look(0, update, idle=True, roots=[]) for update in UPDATES]
-    assert texts(idle) == ["No parameter of SGD belongs to a model that is called, and none has a gradient."]
-    assert texts([*idle, look(0, 48, roots=[])]) == [], "it has a gradient now"
+    assert texts(idle) == ["No parameter of SGD belongs to a model that is called, and none has ever had a gradient."]
+    assert texts([*idle, look(0, 65, roots=[])]) == [], "it has a gradient now"
 
 
 def curve(*values: float | None, first: float = 0.5, unfit: int = 0) -> LossCurve:
@@ -125,53 +130,19 @@ def curve(*values: float | None, first: float = 0.5, unfit: int = 0) -> LossCurv
 
 
 @pytest.mark.parametrize(
-    ("losses", "update", "has_finding"),
+    ("losses", "has_finding"),
     [
-        (curve(*[0.5] * MIN_LOSSES), 100, True),
-        (curve(*[0.5] * MIN_LOSSES), 99, False),
-        (curve(*[0.5] * (MIN_LOSSES - 1)), 100, False),
-        (curve(0.5, *[0.0] * MIN_LOSSES), 100, False),
-        (curve(*[0.5] * MIN_LOSSES, 0.5000000000000001), 100, False),
-        (curve(*[0.5] * MIN_LOSSES, unfit=1), 100, False),
-        (curve(None, *[0.5] * MIN_LOSSES), 100, False),
-        (LossCurve(0, "train.py:8", why="several values"), 100, False),
+        (curve(*[0.5] * MIN_LOSSES), True),
+        (curve(*[0.5] * (MIN_LOSSES - 1)), False),
+        (curve(*[0.0] * MIN_LOSSES, first=0.0), False),
+        (curve(0.25, *[0.5] * MIN_LOSSES, first=0.25), False),
+        (curve(*[0.5] * MIN_LOSSES, 0.5000000000000001), False),
+        (curve(*[0.5] * MIN_LOSSES, unfit=1), False),
+        (curve(None, *[0.5] * MIN_LOSSES), False),
+        (LossCurve(0, "train.py:8", why="several values"), False),
     ],
-    ids=["constant", "few updates", "few losses", "has become 0", "rounding", "NaN", "NaN at first", "not read"],
+    ids=["constant", "few losses", "0", "has become constant", "rounding", "NaN", "NaN at first", "not read"],
 )
-def test_a_loss_that_never_changes(losses: LossCurve, update: int, has_finding: bool) -> None:
+def test_a_loss_that_never_changes(losses: LossCurve, has_finding: bool) -> None:
     wanted = ["The loss never changes: it is 0.5 (train.py:8)."] if has_finding else []
-    assert texts([look(0, update)], whole_losses=(losses,)) == wanted
-
-
-def layouts_of(*calls: tuple[tuple[int, ...], int], kind: int = 0, root: str = "Net") -> CallLayouts:
-    """Return the layouts of calls of one replica: the shape of its input, and how many there were."""
-    definitions, shapes = Definitions(), []
-    definitions.layouts[1] = Layout(root, None, ("cpu",), {})
-    for number, (shape, count) in enumerate(calls, 1):
-        definitions.sizes[number] = (Size("0", shape, "float32", 4),)
-        shapes.append(CallShape(0, "single", kind, 1, 0, f"[{number},{number},[{number},{number}]]", 0, count))
-    return CallLayouts(shapes, {0: definitions})
-
-
-IMAGE, VIDEO = (1, 3, 8, 8), (1, 9, 3, 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("layouts", "dimensions", "has_finding"),
-    [
-        (layouts_of((IMAGE, MIN_STEPS)), [4], True),
-        (layouts_of((IMAGE, MIN_STEPS - 1)), [4], False),
-        (layouts_of((IMAGE, 40), ((16, 3, 8, 8), 60)), [4], False),
-        (layouts_of((VIDEO, 99)), [4], False),
-        (layouts_of((VIDEO, 99)), [5], True),
-        (layouts_of((IMAGE, 99)), [], False),
-        (layouts_of((IMAGE, 99), kind=EVALUATION), [4], False),
-        (layouts_of((IMAGE, 99), root="Other"), [4], False),
-        (layouts_of(((), 99)), [4], False),
-    ],
-    ids=["image", "few", "last batches", "frames", "volume", "no BatchNorm", "evaluation", "other model", "scalar"],
-)
-def test_batch_norm_over_one_row(layouts: CallLayouts, dimensions: list[int], has_finding: bool) -> None:
-    looks = [look(0, update, norm_dimensions=dimensions) for update in UPDATES]
-    wanted = ["BatchNorm in Net normalizes batches of one row."] if has_finding else []
-    assert texts(looks, layouts=layouts) == wanted
+    assert texts([], whole_losses=(losses,)) == wanted

@@ -61,8 +61,8 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> LossTracer:
 def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) -> None:
     read: list[float] = []
     for device in (0, 1, 1, 0):
-        assert losses.read_values([loss_on(device)], read.extend)
-        assert not losses.read_values([loss_on(device)], read.extend), "one at a time"
+        assert losses.read_values([loss_on(device)], read.append)
+        assert not losses.read_values([loss_on(device)], read.append), "one at a time"
         assert losses._pending_copy is not None
         losses._read_copy(losses._pending_copy)
         assert losses._pending_copy is None
@@ -73,7 +73,7 @@ def test_masks_on_a_gpu_are_counted_there_and_read_once_they_have_arrived(losses
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).as_subclass(OnGpu)
     read: list[float] = []
     with torch._C.DisableTorchFunction():
-        assert losses.read_values([mask], read.extend, torch.count_nonzero)
+        assert losses.read_values([mask], read.append, torch.count_nonzero)
     assert not read, "nothing waits for the GPU"
     pending = losses._pending_copy
     assert pending is not None

@@ -9,7 +9,6 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes, process_suffix
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.slow_steps import WAITING_TEXT, overlap_ns
-from dpmon.record.shared_names import UNUSED_PARAMETERS
 from dpmon.text.formatting import format_elapsed, format_long_duration
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
         advice = "read the traceback at the end of the output"
         if "was killed by SIGKILL" in run.raised:
             advice = "SIGKILL usually comes from the kernel's OOM killer (see dmesg): use fewer workers"
-        elif UNUSED_PARAMETERS in run.raised:
+        elif "no gradient for" in run.raised:
             advice = "find_unused_parameters=True, or a loss that depends on these parameters in every step"
         yield Finding(
             "failed",

@@ -20,6 +20,7 @@ import torch
 
 from dpmon.tracer.calls.call_wrapper import HIDING_KINDS, CallTracer
 from dpmon.tracer.calls.traced_modules import TracedModule
+from dpmon.tracer.core import module_tables
 from dpmon.tracer.core.hidden_frames import Function, iter_callers
 from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import MODULES, PARAMETERS, class_name, modules_of, tensors_of, values_of
@@ -112,6 +113,8 @@ class RootFinder:
         self._may_have_missed_calls = False
         """Whether roots that this watch finds may have been called before it began."""
         self._late_warnings = 0
+        self.synced_names: list[str] | None = None
+        """Names of the parameters by their number in the DistributedDataParallel; empty for several, None without."""
         self.on_new_module: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
@@ -200,6 +203,10 @@ class RootFinder:
             if self._new_modules.get(module) or "_is_replica" in module.__dict__:
                 return
             self._new_modules.set(module, True)
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                ignored = part.__dict__.get("_ddp_params_and_buffers_to_ignore", ())
+                names = [name for name in module_tables.names_of_parameters(part).values() if name not in ignored]
+                self.synced_names = names if self.synced_names is None else []
             if self._watching:
                 self._new_in_watch.set(module, True)
             if name in WRAPPER_ATTRIBUTES and _is_model(part):

@@ -6,13 +6,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from types import TracebackType, WrapperDescriptorType
-from typing import Any
 
-import torch
-
-from dpmon.record.shared_names import UNUSED_PARAMETERS, find_program_frame, shorten_name
-from dpmon.tracer.core.module_tables import names_of_parameters
+from dpmon.record.shared_names import find_program_frame, shorten_name
 
 _DPMON = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
@@ -55,14 +52,17 @@ def one_line_text(error: BaseException | str) -> str:
     return f"{name} {_STOP_ITERATION_ADVICE if class_name == 'StopIteration' else 'without a message'}"
 
 
-def describe_uncaught(rank: int | None, worker: str | None = None) -> str | None:
-    """Return the entry of endings.log for this process's uncaught exception: class name, then JSON; None without it."""
+def describe_uncaught(rank: int | None, worker: str | None = None, synced_names: Sequence[str] = ()) -> str | None:
+    """Return the entry of endings.log for this process's uncaught exception: class name, then JSON; None without it.
+
+    `synced_names`: of the parameters, by their number in the DistributedDataParallel.
+    """
     exception_class = getattr(sys, "last_type", None)
     if exception_class is None:
         return None
     value = getattr(sys, "last_value", None)
-    traceback = getattr(sys, "last_traceback", None)
-    name, message, frames = exception_class.__name__, _message(value, traceback), _traceback_frames(traceback)
+    name, message = exception_class.__name__, _message(value, synced_names)
+    frames = _traceback_frames(getattr(sys, "last_traceback", None))
     spawned = _parse_spawn_exception(name, value)
     if spawned is not None:
         name, message, rank, frames = spawned
@@ -93,34 +93,20 @@ def _parse_spawn_exception(class_name: str, value: object) -> tuple[str, str, in
     return name.rpartition(".")[-1] or class_name, message[:MAX_CHARACTERS], rank, frames
 
 
-def _message(error: BaseException | None, traceback: TracebackType | None) -> str:
-    """Return the first line of an exception's text, after the names of the parameters whose numbers the text has.
-
-    Empty if reading it would run code of the script.
+def _message(error: BaseException | None, synced_names: Sequence[str]) -> str:
+    """Return the first line of an exception's text; empty if reading it would run code of the script.
 
     Python has already printed the traceback. Without dpmon, no method of the exception would be called after that.
     """
     is_builtin = isinstance(type(error).__str__, WrapperDescriptorType)
     if error is None or not is_builtin or not all(type(value) in _SAFE_TYPES for value in error.args):
         return ""
-    lines = (line.strip() for line in (_name_unused(str(error), traceback) + str(error).strip()).splitlines())
+    text = str(error)
+    indices = [int(index) for found in _UNUSED_INDICES.findall(text) for index in found.split()]
+    if indices and max(indices) < len(synced_names):
+        text = f"no gradient for {', '.join(synced_names[index] for index in indices)}. {text.lstrip()}"
+    lines = (line.strip() for line in text.splitlines())
     return next((line[:MAX_CHARACTERS] for line in lines if line.strip("=-")), "")  # torchrun's begins with a rule
-
-
-def _name_unused(message: str, traceback: Any) -> str:
-    """Return "UNUSED_PARAMETERS names. " for an error of DistributedDataParallel that has numbers; empty for others."""
-    match = _UNUSED_INDICES.search(message)
-    while match is not None and traceback is not None:
-        wrapper = traceback.tb_frame.f_locals.get("self")
-        if issubclass(type(wrapper), torch.nn.parallel.DistributedDataParallel):
-            names, every = names_of_parameters(wrapper.module), wrapper._module_parameters
-            numbered = wrapper.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"]
-            for parameters in ([parameter for parameter in every if parameter.requires_grad], every):
-                if len(parameters) == numbered:  # it differs if the script has frozen parameters since then
-                    unused = [names.get(id(parameters[int(index)]), "?") for index in match[1].split()]
-                    return f"{UNUSED_PARAMETERS} {', '.join(unused)}. "
-        traceback = traceback.tb_next
-    return ""
 
 
 def _traceback_frames(traceback: TracebackType | None) -> list[_Frame]:

@@ -54,16 +54,15 @@ def dense_parts(tensor: Any) -> tuple[Any, ...]:
 
 
 def modules_of(root: object) -> Iterator[object]:
-    """Yield the module and all its submodules, each once, parents before children."""
-    seen_ids = {id(root)}
+    """Yield the module and all its submodules, each once, in the order of torch's `named_modules`."""
+    seen_ids = set[int]()
     pending = [root]
     while pending:
         module = pending.pop()
-        yield module
-        for child in reversed(values_of(module, MODULES)):
-            if id(child) not in seen_ids:
-                seen_ids.add(id(child))
-                pending.append(child)
+        if id(module) not in seen_ids:
+            seen_ids.add(id(module))
+            yield module
+            pending += reversed(values_of(module, MODULES))
 
 
 def unwrap_module(module: object) -> Any:
@@ -104,12 +103,14 @@ def tensors_of(root: object, table: str) -> Iterator[Any]:
 
 
 def names_of_parameters(root: object) -> dict[int, str]:
-    """Return the path of each parameter from the root, by its id; of a shared parameter, the first path."""
+    """Return the path of each parameter that requires a gradient, by its id, in torch's order; of several, one."""
     names, paths = dict[int, str](), {id(root): ""}
     for module in modules_of(root):
-        for table, known, end in ((MODULES, paths, "."), (PARAMETERS, names, "")):
-            for name, member in (_read_table(module, table) or {}).items():
-                known.setdefault(id(member), f"{paths[id(module)]}{name}{end}")
+        for name, child in (_read_table(module, MODULES) or {}).items():
+            paths.setdefault(id(child), f"{paths[id(module)]}{name}.")
+        for name, parameter in (_read_table(module, PARAMETERS) or {}).items():
+            if parameter is not None and parameter.requires_grad:
+                names.setdefault(id(parameter), f"{paths[id(module)]}{name}")
     return names
 
 

@@ -89,7 +89,7 @@ class PendingCopy(NamedTuple):
     """Values on their way from a GPU, what to call with them, and the event that completes once they have arrived."""
 
     values: list[torch.Tensor]
-    write: Callable[[list[float]], None]
+    write: Callable[..., None]
     event: Any
 
 
@@ -144,7 +144,7 @@ class LossTracer:
 
     def _note_scaled(self, result: object, _: int, scaler: object, outputs: Any) -> None:
         """Remember which loss was scaled, if `scale` was called with a tensor."""
-        if result is not outputs and type(result) is torch.Tensor and _unreadable_reason(outputs) is None:
+        if result is not outputs and type(result) is torch.Tensor and unreadable_reason(outputs) is None:
             self._scaled_losses.append((weakref.ref(result), _detach(outputs)))
 
     def on_backward_end(self, thread: ThreadState, start_ns: int, args: Any, kwargs: Any) -> None:
@@ -196,7 +196,7 @@ class LossTracer:
         if self._scaled_losses:
             loss = next((unscaled for scaled, unscaled in self._scaled_losses if scaled() is loss), loss)
         if len(roots) > 1 or type(loss) is not torch.Tensor or loss.numel() != 1:
-            reason = "the pass begins at several tensors" if len(roots) > 1 else _unreadable_reason(loss)
+            reason = "the pass begins at several tensors" if len(roots) > 1 else unreadable_reason(loss)
             if reason is not None:
                 self._write(caller, start_ns, nan, reason)
                 return
@@ -211,7 +211,7 @@ class LossTracer:
     def losses_of_update(self) -> list[torch.Tensor]:
         """Return the loss of the last pass since the last update, of each line, if it can be read."""
         losses = [caller.losses[-1] for caller in self._callers.values() if caller.losses]
-        return [loss for loss in losses if _unreadable_reason(loss) is None]
+        return [loss for loss in losses if unreadable_reason(loss) is None]
 
     def end_update(self) -> None:
         """Write the losses of the passes since the last update, if they are due; keep them until the next update."""
@@ -223,10 +223,10 @@ class LossTracer:
 
     def _write_update(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> None:
         """Write the loss of a line's last update, or begin to copy it from a GPU."""
-        reason = next(filter(None, map(_unreadable_reason, losses)), None)
+        reason = next(filter(None, map(unreadable_reason, losses)), None)
         if reason is not None:
             self._write(caller, start_ns, nan, reason)
-        elif not self.read_values(losses, lambda values: self._write(caller, start_ns, sum(values))):
+        elif not self.read_values(losses, lambda *values: self._write(caller, start_ns, sum(values))):
             return  # the loss of a later update is written
         caller.newest, caller.next_ns = None, start_ns + LOSS_INTERVAL_NS
 
@@ -257,24 +257,18 @@ class LossTracer:
         mask: Any = named.get("attention_mask")
         if type(mask) is torch.Tensor and mask.dim() == 2 and (mask.is_cpu or mask.is_cuda):
             put, start_ns, elements = self._recorder.put, monotonic_ns(), mask.numel() << 32
-            first_word = Kind.MASK | Flag.GRAD * torch.is_grad_enabled() << FLAGS_AT
-            self.read_values(
-                [mask],
-                lambda counts: put(first_word, start_ns, 0, int(sum(counts)) | elements),
-                torch.count_nonzero,
-            )
+            word = Kind.MASK | Flag.GRAD * torch.is_grad_enabled() << FLAGS_AT
+            self.read_values([mask], lambda count: put(word, start_ns, 0, int(count) | elements), torch.count_nonzero)
 
     # ---------------------------------------------------------------- on a GPU
 
-    def read_values(
-        self, tensors: list[torch.Tensor], write: Callable[[list[float]], Any], reduce: Any = torch.detach
-    ) -> bool:
-        """Reduce each tensor to a value, and pass the values to `write`: now, or from a GPU in a later pass.
+    def read_values(self, tensors: list[torch.Tensor], write: Callable[..., Any], reduce: Any = torch.detach) -> bool:
+        """Reduce each tensor to a value, and call `write` with these floats: now, or from a GPU in a later pass.
 
         Return False if a CUDA graph is being captured, or another copy is pending.
         """
         if not any(tensor.is_cuda for tensor in tensors):
-            write(_numbers_of(map(reduce, tensors)))
+            write(*_numbers_of(map(reduce, tensors)))
             return True
         events = self._events = self._events or TorchEvents(self._session)
         if self._pending_copy is not None or events.is_capturing():
@@ -296,7 +290,7 @@ class LossTracer:
         events = self._events
         if events is not None and not events.is_capturing() and events.is_done(copy.event):
             self._pending_copy = None
-            copy.write(_numbers_of(copy.values))
+            copy.write(*_numbers_of(copy.values))
 
     def at_exit(self) -> None:
         """Write the losses of the last update, because the process ends."""
@@ -317,7 +311,7 @@ def _detach(loss: torch.Tensor) -> torch.Tensor:
         return loss.detach()
 
 
-def _unreadable_reason(loss: Any) -> str | None:
+def unreadable_reason(loss: Any) -> str | None:
     """Return why a loss cannot be read; None if it can."""
     if getattr(type(loss), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:  # or a GradientEdge
         return f"the pass begins at a {shorten_name(type(loss).__name__)}, which is not a plain tensor"

@@ -461,8 +461,8 @@ _COMPILES_FIELDS = (
     *_IN_PROCESS,
     _integer("compilations", "number of frames that torch.compile has compiled until now"),
     _seconds("seconds", "time that they and their backward graphs took"),
-    _seconds("seconds_again", "the part of it after a guard had failed"),
-    _list("functions", "compiled again most often: function, place, count, guard (last of its form), guard_place"),
+    _seconds("seconds_again", "the part of it after a guard had failed, among the last 64 compilations"),
+    _list("again", "lines compiled again most often, among the last 64: place, guard (newest of its form), number"),
     _list("graph_breaks", "lines that broke a graph: place, reason"),
     _ABSENT,
 )

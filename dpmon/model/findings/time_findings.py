@@ -271,30 +271,24 @@ def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------------------------------------ lines of the script
 
-_GUARD_ADVICE = (
-    "if a size differs: batches of one size (drop_last=True, a padded last batch), torch._dynamo.mark_dynamic, or"
-    " torch.compile(dynamic=True); otherwise keep what the guard compares constant, or pass it as a tensor"
-)
-
 
 def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield findings for a function that torch.compile compiles again and again, and for lines that break a graph."""
-    newest = {data["process"]: data for data in run.memory_events.get("compiles", ()) if data.get("compilations")}
-    for process, data in sorted(newest.items(), key=lambda item: -item[1]["seconds_again"])[:1]:
-        who, total_ns = f"torch.compile{process_suffix(process, run)}", data["seconds"] * SECOND
-        again_ns = data["seconds_again"] * SECOND
-        for worst in [function for function in data["functions"] if function["count"] >= MIN_RECOMPILATIONS][:1]:
-            line = f" ({worst['guard_place']})" if worst["guard_place"] else ""
-            yield Finding(
-                "recompiled",
-                f"{who} compiled {data['compilations']:,} times in {format_long_duration(total_ns)},"
-                f" {format_elapsed_share(total_ns, run)}: {worst['function']} ({worst['place']}) was compiled again"
-                f" {worst['count']:,} times because of a guard like `{worst['guard']}`{line}.",
-                f"the repeated compilations took {format_long_duration(again_ns)}",
-                _GUARD_ADVICE,
-                again_ns / run.until_ns,
-                again_ns / SECOND,
+    """Yield findings for a line that torch.compile compiles again and again, and for lines that break a graph."""
+    records = [data for data in run.memory_events.get("compiles", ()) if not data["absent"]]
+    for data in sorted(records, key=lambda data: (data["seconds_again"], data["compilations"]))[-1:]:
+        who, again_ns = f"torch.compile{process_suffix(data['process'], run)}", data["seconds_again"] * SECOND
+        evidence = (
+            f"{data['compilations']:,} compilations took {format_long_duration(data['seconds'] * SECOND)}; among the"
+            f" last 64, repeated ones took {format_long_duration(again_ns)}, {format_elapsed_share(again_ns, run)}"
+        )
+        for place, guard, count in data["again"][:1]:
+            text = f"{who} compiled {place} again {count:,} times after a guard like `{guard}` had failed."
+            advice = (
+                "batches of one size (drop_last=True, a padded last batch) or torch._dynamo.mark_dynamic, if a size"
+                " differs; otherwise keep what the guard compares constant, or pass it as a tensor"
             )
+            if count >= MIN_RECOMPILATIONS:
+                yield Finding("recompiled", text, evidence, advice, again_ns / run.until_ns, again_ns / SECOND)
         breaks = [f"{place} ({reason})" for place, reason in data["graph_breaks"]]
         if breaks:
             text, evidence = f"{who} breaks its graph at {breaks[-1]}.", f"{len(breaks)} found: {'; '.join(breaks)}"

@@ -1,0 +1,244 @@
+"""Scripts that are slow or fail have their finding, and similar ones have none; a table in the docs shows both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from support.run_harness import Dpmon
+
+LIMIT_S = 500
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
+PAGE = Path(__file__).parents[2] / "docs" / "what-to-do.md"
+_TABLE = re.compile(r"(?<=\| a finding \| from \| not for \| could save \|\n\|---\|---\|---\|---\|\n)(?:\|.*\n)+")
+_ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+_INSTALLED = Path(sys.executable).with_name("torchrun")
+TORCHRUN = [str(_INSTALLED) if _INSTALLED.exists() else "torch.distributed.run", "--nproc-per-node", "2"]
+if not _INSTALLED.exists():
+    TORCHRUN.insert(0, "-m")
+
+
+class Case(NamedTuple):
+    """A script whose setting decides whether it has a finding."""
+
+    sentence: str
+    """A regular expression for the part of the finding that names the cause."""
+    condition: str
+    silence: str
+    script: str
+    wrong: str
+    right: str
+    launcher: list[str] = []  # noqa: RUF012 - never changed
+
+
+LOADER = """\
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+torch.set_num_threads(1)
+
+def decode(index):
+    end = time.thread_time() + DECODE_S
+    while time.thread_time() < end:
+        sum(range(50))
+    return torch.full((2,), float(index))
+
+def augment(row):
+    end = time.thread_time() + AUGMENT_S
+    while time.thread_time() < end:
+        sum(range(50))
+    return row + 1
+
+class Rows(Dataset):
+    def __len__(self):
+        return 1_000_000
+    def __getitem__(self, index):
+        return augment(decode(index))
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+end = time.monotonic() + 60
+for rows in DataLoader(Rows(), 8):
+    model(rows).sum().backward()
+    optimizer.step()
+    time.sleep(TRAIN_S)
+    if time.monotonic() > end:
+        break
+"""
+CHECKPOINTS = """\
+import time, torch
+class Slow:  # the time that a slow disk takes
+    def __reduce__(self):
+        time.sleep(SAVE_S)
+        return str, ()
+model = torch.nn.Linear(16, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(1, 61):
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+    if step % 20 == 0:
+        torch.save([torch.zeros(1 << 20), Slow()], "model.pt")
+"""
+COMPILE = """\
+import time, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x, factor):
+        y = self.layer(x)
+        if BREAKS:
+            print(end="")
+        return y * factor
+
+model = Net()
+compiled = torch.compile(model, backend="aot_eager", dynamic=False if CHANGES else None)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(40):
+    rows = 16 if step % 4 == 3 and not CHANGES else 32
+    compiled(torch.ones(rows, 8), step % 7 if CHANGES else 2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.1)
+    if step % 8 == 7:
+        model.eval()
+        with torch.no_grad():
+            compiled(torch.ones(32, 8), 2)
+        model.train()
+"""
+WORKER = """\
+import os, signal, torch
+from torch.utils.data import DataLoader, Dataset
+class Samples(Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, i):
+        if i == 211 and KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.randn(16)
+model = torch.nn.Linear(16, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for n, x in enumerate(DataLoader(Samples(), 8, num_workers=2)):
+    model(x).sum().backward()
+    optimizer.step()
+    if n == 40:
+        raise ValueError("on purpose")
+"""
+RANKS = """\
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+class Shard(IterableDataset):
+    def __iter__(self):
+        for _ in range(8 * (34 if rank else FIRST)):
+            yield torch.randn(16)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for n, x in enumerate(DataLoader(Shard(), batch_size=8), 1):
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    if n == 20 and FIRST == 34:
+        dist.barrier()
+        raise ValueError("on purpose")
+dist.all_reduce(torch.ones(1))
+"""
+CASES = {
+    "loader": Case(
+        r"\d+%(?: \(\d+% to \d+%\))? of the loader's time is in `augment` \(train\.py:\d+\)",
+        "a fifth of 20 s in the loader, then 15 s of samples of where it stands",
+        "a loader that keeps up",
+        LOADER,
+        "DECODE_S, AUGMENT_S, TRAIN_S = 0.002, 0.006, 0",
+        "DECODE_S, AUGMENT_S, TRAIN_S = 0, 0, 0.05",
+    ),
+    "checkpoints": Case(
+        r"Checkpoints take \d+% of the elapsed time: .+ \(train\.py:14\)",
+        "5% of the training and half a second in one line",
+        "short saves",
+        CHECKPOINTS,
+        "SAVE_S = 1",
+        "SAVE_S = 0",
+    ),
+    "recompiled": Case(
+        r"torch\.compile compiled train\.py:\d+ again \d+ times after a guard like `factor == \d+` had failed",
+        "four compilations after the same guard",
+        "a smaller batch, and an evaluation",
+        COMPILE,
+        "CHANGES, BREAKS = True, False",
+        "CHANGES, BREAKS = False, False",
+    ),
+    "graph break": Case(
+        r"torch\.compile breaks its graph at train\.py:12 \([^)]+\)",
+        "what dynamo lists",
+        "one graph; a smaller batch, and an evaluation",
+        COMPILE,
+        "CHANGES, BREAKS = False, True",
+        "CHANGES, BREAKS = False, False",
+    ),
+    "worker": Case(
+        r"a DataLoader worker \(pid \d+\) was killed by SIGKILL at batch \d+ with at most \d+ MiB resident",
+        "the status of an ended worker",
+        "an exception while the workers live",
+        WORKER,
+        "KILLED = True",
+        "KILLED = False",
+    ),
+    "ranks": Case(
+        r"rank 1 left its loop after batch 34; rank 0 was in batch 35",
+        "ranks that were in different batches at an end by failure",
+        "an exception of ranks in the same batch",
+        RANKS,
+        "FIRST = 40",
+        "FIRST = 34",
+        TORCHRUN,
+    ),
+}
+
+
+def find_cause(dpmon: Dpmon, case: Case, setting: str) -> tuple[str, float | None] | None:
+    """Run the script with a setting; return the sentence about the cause and its seconds; None without a finding."""
+    script = dpmon.script(f"{setting}\n{case.script}", "train.py")
+    result = dpmon.run("--headless", *case.launcher, script, limit=LIMIT_S)
+    assert "dpmon's tracer failed" not in result.errors
+    findings: list[dict[str, Any]] = json.loads(dpmon.run("report", "--json").text)["findings"]
+    for finding in findings:
+        match = re.search(case.sentence, f"{finding['text']} {finding['ground']}")
+        if match is not None:
+            return match[0], finding["saves_s"]
+    return None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cause_is_named(dpmon: Dpmon, name: str) -> None:
+    """With DPMON_GOLDEN=write, the row of the table is written again."""
+    case = CASES[name]
+    cause = find_cause(dpmon, case, case.wrong)
+    assert cause is not None
+    sentence, saves_s = cause
+    page = PAGE.read_text(encoding="utf-8")
+    rows = _ROW.findall(_TABLE.search(page)[0])  # type: ignore[index]
+    is_measured = saves_s is not None
+    if os.environ.get("DPMON_GOLDEN") == "write":
+        saved = f"{saves_s:.1f} s" if saves_s is not None else "no seconds"
+        rows = [row for row in rows if not re.fullmatch(case.sentence, row[0])]
+        rows.append((sentence, case.condition, case.silence, saved))
+        text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        PAGE.write_text(_TABLE.sub(lambda _: text, page), encoding="utf-8")
+    (row,) = [row for row in rows if re.fullmatch(case.sentence, row[0])]
+    assert row[1:3] == (case.condition, case.silence)
+    assert (row[3] != "no seconds") == is_measured
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_similar_script_has_no_such_finding(dpmon: Dpmon, name: str) -> None:
+    assert find_cause(dpmon, CASES[name], CASES[name].right) is None

@@ -87,6 +87,8 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
 
 def _positions(run: RunAnalysis) -> str:
     """Return where ranks were: "; rank 1 left its loop after batch 34; rank 0 was in batch 35"; empty if all alike."""
+    if not run.last_times:
+        return ""
     names = defaultdict[str, list[str]](list)
     for process in run.training_processes:
         step, (span_ns, loop_end_ns) = process.last_step, run.last_times.get(process.process, (-1, -1))

@@ -562,7 +562,7 @@ def find_costly_checkpoints(run: RunAnalysis) -> Iterator[Finding]:
         lines.setdefault((data["process"], data["place"]), []).append(data)
     saves = max(lines.values(), key=lambda saves: sum(data["save_s"] for data in saves), default=[])
     save_s = sum(data["save_s"] for data in saves)
-    if save_s * SECOND < max(MIN_SAVING_NS, MIN_SAVING_SHARE * run.active_ns):
+    if not run.active_ns or save_s * SECOND < max(MIN_SAVING_NS, MIN_SAVING_SHARE * run.active_ns):
         return
     last, size = saves[-1], sum(data["bytes"] or 0 for data in saves)
     text = f"{format_bytes(size / len(saves))} each at {format_bytes(size / save_s)}/s to {last['filesystem']}"
@@ -574,7 +574,7 @@ def find_costly_checkpoints(run: RunAnalysis) -> Iterator[Finding]:
         f" {text} ({last['place']}).",
         f"{len(saves):,} times {last['function']}, {format_long_duration(save_s * SECOND)} together",
         "save less often; torch.distributed.checkpoint.async_save, which writes in the background; a local disk",
-        save_s * SECOND / run.active_ns,
+        min(save_s * SECOND / run.active_ns, 1.0),
         save_s,
     )
 

@@ -18,7 +18,7 @@
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
-| torch.save; save and async_save of torch.distributed.checkpoint, safetensors.torch.serialize_file | checkpoints |
+| torch.save, torch.distributed.checkpoint.save, safetensors.torch.serialize_file | checkpoints |
 | DistributedDataParallel._post_forward | sync passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |

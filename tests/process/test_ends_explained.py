@@ -71,7 +71,8 @@ def failure(found: dict[str, Any]) -> dict[str, Any]:
 def test_a_killed_worker_is_named_with_signal_batch_and_memory(dpmon: Dpmon) -> None:
     finding = failure(report(dpmon, WORKER, KILLED=True, RAISES=-1))
     said = re.search(
-        r"; a DataLoader worker \(pid \d+\) was killed by SIGKILL at batch (\d+) with at most ([\d,]+) MiB resident\.",
+        r"; a DataLoader worker \(pid \d+\) was killed by SIGKILL before batch (\d+),"
+        r" with at most ([\d,]+) MiB resident\.",
         finding["text"],
     )
     assert said is not None, finding

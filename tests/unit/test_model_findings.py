@@ -16,7 +16,7 @@ from dpmon.model.device_usage import HostUsage
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.device_findings import busy_cpus_note
 from dpmon.model.findings.finding_evidence import MIN_STEPS
-from dpmon.model.findings.time_findings import find_data_waits
+from dpmon.model.findings.time_findings import find_costly_checkpoints, find_data_waits
 from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.model.recorded_stalls import RecordedStall
@@ -510,6 +510,57 @@ def test_no_function_is_named_without_proof(events: list[dict[str, Any]], step_m
     (found,) = find_data_waits(with_changes(evidence, modes=modes, memory_events={"loader_lines": events}))
     assert found.text == "The training waits for data: 40% of step time."
     assert "samples" not in found.ground
+
+
+def save_of(place: str, size: int | None, **absent: str) -> dict[str, Any]:
+    """Return the record of a save that took 2 s."""
+    facts = {"process": 0, "function": "torch.save", "filesystem": "nfs4", "t_s": 1.0, "save_s": 2.0}
+    return {**facts, "place": place, "bytes": size, "absent": absent}
+
+
+def test_the_line_that_saves_longest_is_named_with_size_bandwidth_and_file_system() -> None:
+    saves = (save_of("a.py:1", 1 << 30), save_of("b.py:2", 1 << 30), save_of("b.py:2", 3 << 30))
+    (found,) = find_costly_checkpoints(
+        with_changes(
+            HEALTHY_RUN,
+            announced=RunEvents(checkpoints=saves),
+            time_by_activity={"training": 39 * SECOND},
+            until_ns=40 * SECOND,
+        )
+    )
+    assert found.text.endswith(": 2.00 GiB each at 1.00 GiB/s to nfs4 (b.py:2).")
+    assert found.ground == "2 times torch.save, 4.00 s together"
+    assert found.saves_s == 4.0
+
+
+@pytest.mark.parametrize(
+    ("saves", "text"),
+    [
+        ((save_of("a.py:1", 0),) * 2, "of unknown size"),
+        ((save_of("a.py:1", None, bytes="not in a file"),) * 2, "not in a file"),
+    ],
+)
+def test_checkpoints_of_unknown_size_have_a_reason(saves: tuple[dict[str, Any], ...], text: str) -> None:
+    (found,) = find_costly_checkpoints(
+        with_changes(
+            HEALTHY_RUN,
+            announced=RunEvents(checkpoints=saves),
+            time_by_activity={"training": 39 * SECOND},
+            until_ns=40 * SECOND,
+        )
+    )
+    assert f": {text} (a.py:1)." in found.text
+
+
+def test_checkpoints_of_a_small_share_are_no_finding() -> None:
+    run = with_changes(
+        HEALTHY_RUN,
+        announced=RunEvents(checkpoints=(save_of("a.py:1", 1),)),
+        time_by_activity={"training": 41 * SECOND},
+    )
+    assert not list(find_costly_checkpoints(run))
+    assert not list(find_costly_checkpoints(with_changes(run, announced=RunEvents())))
+    assert not list(find_costly_checkpoints(with_changes(run, time_by_activity={}))), "a run without steps"
 
 
 def test_copies_are_judged_by_the_devices_own_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -85,18 +86,21 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
 
 def _positions(run: RunAnalysis) -> str:
     """Return where ranks were: "; rank 1 left its loop after batch 34; rank 0 was in batch 35"; empty if all alike."""
-    names: dict[str, list[str]] = {}
-    for process in run.training_processes if run.last_times else ():
+    if not run.last_times:
+        return ""
+    names = defaultdict[str, list[str]](list)
+    for process in run.training_processes:
         step, (span_ns, loop_end_ns) = process.last_step, run.last_times.get(process.process, (-1, -1))
         if step is None or not step.batch or span_ns < 0:
             continue
         end_ns = step.start_ns + step.wall_ns
-        text = f"was in batch {step.batch + (span_ns >= end_ns)}"
+        place = f"was in batch {step.batch + (span_ns >= end_ns)}"
         if loop_end_ns >= end_ns:
-            text = f"left its loop after batch {step.batch}"
-        text += f" of loop {step.loop}" * ((step.loop or 0) > 1)
-        names.setdefault(text, []).append(run.names.get(process.process, ""))
-    parts = [f"; {', '.join(same[:4])}{' ...' * (len(same) > 4)} {text}" for text, same in sorted(names.items())]
+            place = f"left its loop after batch {step.batch}"
+        if step.loop is not None and step.loop > 1:
+            place += f" of loop {step.loop}"
+        names[place].append(run.names.get(process.process, ""))
+    parts = [f"; {', '.join(same[:4])}{' ...' * (len(same) > 4)} {place}" for place, same in sorted(names.items())]
     return "".join(parts) if len(parts) > 1 else ""
 
 

@@ -556,20 +556,19 @@ def find_costly_checkpoints(run: RunAnalysis) -> Iterator[Finding]:
         lines.setdefault((data["process"], data["place"]), []).append(data)
     saves = max(lines.values(), key=lambda saves: sum(data["save_s"] for data in saves), default=[])
     save_s = sum(data["save_s"] for data in saves)
-    if save_s * SECOND < max(MIN_SAVING_NS, MIN_SAVING_SHARE * run.active_ns):
+    if not run.active_ns or save_s * SECOND < max(MIN_SAVING_NS, MIN_SAVING_SHARE * run.active_ns):
         return
-    last, size = saves[-1], sum(data.get("bytes") or 0 for data in saves)
-    filesystem = last["filesystem"] or "an unknown file system"
-    text = f"{format_bytes(size / len(saves))} each at {format_bytes(size / save_s)}/s to {filesystem}"
+    last, size = saves[-1], sum(data["bytes"] or 0 for data in saves)
+    text = f"{format_bytes(size / len(saves))} each at {format_bytes(size / save_s)}/s to {last['filesystem']}"
     if not size:
-        text = f"of unknown size, {last['absent']['bytes']}"
+        text = last["absent"].get("bytes", "of unknown size")
     yield Finding(
         "checkpoints",
         f"Checkpoints{process_suffix(last['process'], run)} take {format_elapsed_share(save_s * SECOND, run)}:"
         f" {text} ({last['place']}).",
         f"{len(saves):,} times {last['function']}, {format_long_duration(save_s * SECOND)} together",
         "save less often; torch.distributed.checkpoint.async_save, which writes in the background; a local disk",
-        save_s * SECOND / run.active_ns,
+        min(save_s * SECOND / run.active_ns, 1.0),
         save_s,
     )
 

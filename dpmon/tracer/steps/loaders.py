@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from resource import RUSAGE_CHILDREN, getrusage
 from signal import Signals
 from time import monotonic_ns
 from typing import Any
@@ -100,16 +101,14 @@ class LoaderTracer:
         return loop
 
     def describe_killed_worker(self) -> str | None:
-        """Return how a signal ended a worker of a running loop, and the peak memory of all ended children; or None."""
-        iterators: list[Any] = [reference() for _, _, reference in self._recorder.loops.values()]  # type: ignore[operator]
-        workers = [(worker, iterator) for iterator in iterators for worker in getattr(iterator, "_workers", ())]
-        for worker, iterator in workers:
-            if (worker.exitcode or 0) < 0:
-                from resource import RUSAGE_CHILDREN, getrusage  # a module that torch does not import
-
-                name, peak_mib = Signals(-worker.exitcode).name, getrusage(RUSAGE_CHILDREN).ru_maxrss >> 10
-                text = f"a DataLoader worker (pid {worker.pid}) was killed by {name} at batch {iterator._rcvd_idx + 1}"
-                return f"{text} with at most {peak_mib:,} MiB resident"
+        """Return which signal ended a worker of a running loop, and the peak memory of all ended children; or None."""
+        for _, _, reference in self._recorder.loops.values():
+            iterator: Any = reference()  # type: ignore[operator]
+            for worker in getattr(iterator, "_workers", ()):
+                if (worker.exitcode or 0) < 0:
+                    name, peak_mib = Signals(-worker.exitcode).name, getrusage(RUSAGE_CHILDREN).ru_maxrss >> 10
+                    where = f"before batch {iterator._rcvd_idx + 1}, with at most {peak_mib:,} MiB resident"
+                    return f"a DataLoader worker (pid {worker.pid}) was killed by {name} {where}"
         return None
 
     def _see(self, instance: object) -> SeenObject:

@@ -351,7 +351,6 @@ _LOADER_FIELDS = (
 _LOADER_LINES_FIELDS = (
     *_IN_PROCESS,
     _seconds("took_s", "how long samples were taken"),
-    _integer("processes", "number of processes that made batches: workers, or the training process itself"),
     _object("lines", "number of samples by function and line of the script, of the 50 lines with most samples"),
 )
 _CHECKPOINT_FIELDS = (
@@ -469,8 +468,7 @@ _COMPILES_FIELDS = (
 _HOST_SYNCS_FIELDS = (
     *_IN_PROCESS,
     _WALL_MS,
-    _list("lines", "the lines of the script that waited: place, function, number of calls, time (ns)"),
-    _ABSENT,
+    _object("lines", "the time (ns) of calls that waited, by line of the script and function"),
 )
 _CHECK_FIELDS = (
     *_IN_PROCESS,

@@ -49,7 +49,7 @@ def run_block(batches: int, is_sampled: bool) -> float:
     """Return the CPU time (s) of a block of batches."""
     fetcher: Any = _MapDatasetFetcher(Rows(), True, default_collate, False)
     start_s = time.process_time()
-    thread = threading.Thread(target=loader_stacks._append_samples, args=("/dev/null/none",))
+    thread = threading.Thread(target=loader_stacks._append_samples, args=("/nonexistent",))
     if is_sampled:
         thread.start()
     for _ in range(batches):

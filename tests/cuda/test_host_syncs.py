@@ -55,27 +55,27 @@ assert before == after
 assert frames == [__file__], frames
 """
 EVERY_STEP, SOMETIMES = (
-    f"script.py:{TEXT[: TEXT.index(comment)].count(chr(10)) + 1}" for comment in ("# every step", "# now and then")
+    f"script.py:{TEXT[: TEXT.index(comment)].count(chr(10)) + 1} `{call}`"
+    for comment, call in (("# every step", "item"), ("# now and then", "__float__"))
 )
 
 
-def waits(run: TracedRun) -> list[dict[tuple[str, str], tuple[int, float]]]:
-    """Return for each sample the number and time (ms) of the waits by line and call."""
+def waits(run: TracedRun) -> list[dict[str, float]]:
+    """Return for each sample the time (ms) of the waits by line and call."""
     assert run.status == 0, run.err
     assert run.complaints == []
     samples: list[Any] = [event.data["lines"] for event in run.events("host_syncs")]
-    return [{(place, call): (count, ns / 1e6) for place, call, count, ns in lines} for lines in samples]
+    return [{line: ns / 1e6 for line, ns in lines.items()} for lines in samples]
 
 
 def test_the_lines_that_wait(tmp_path: Path, gpus: SimulatedCuda) -> None:
     samples = waits(run_traced(tmp_path, TEXT, env=gpus.environment(1, kernel_us=3000)))
     assert len(samples) >= 20
-    waiting = [sample[EVERY_STEP, "item"] for sample in samples if (EVERY_STEP, "item") in sample]
+    waiting = [sample[EVERY_STEP] for sample in samples if EVERY_STEP in sample]
     assert len(waiting) >= len(samples) - 3, "all but those of the last steps, which do not wait"
-    assert {count for count, _ in waiting} == {1}
-    assert median(ms for _, ms in waiting) >= 3.0, "a kernel or more"
-    assert sum(any(place == SOMETIMES for place, _ in sample) for sample in samples) <= 3
-    assert not any(call == "tolist" for sample in samples for _, call in sample)
+    assert median(waiting) >= 3.0, "a kernel or more"
+    assert sum(any(line.startswith(SOMETIMES) for line in sample) for sample in samples) <= 3
+    assert not any("tolist" in line for sample in samples for line in sample)
 
 
 def test_nothing_else_waits_for_the_device(tmp_path: Path, gpus: SimulatedCuda) -> None:
@@ -87,10 +87,9 @@ def test_nothing_else_waits_for_the_device(tmp_path: Path, gpus: SimulatedCuda) 
     assert counts[0] == counts[1]
 
 
-def test_a_compiled_script_has_a_reason(tmp_path: Path, gpus: SimulatedCuda) -> None:
+def test_a_compiled_script_is_not_sampled(tmp_path: Path, gpus: SimulatedCuda) -> None:
     text = TEXT.replace("total, on_host", "torch.compile(lambda x: x + 1, backend='eager')(on_cpu)\ntotal, on_host")
     text = text.replace("rows = ", "on_cpu = torch.ones(2)\nrows = ", 1)
     run = run_traced(tmp_path, text, env=gpus.environment(1, kernel_us=100))
     assert run.status == 0, run.err
-    (event,) = run.events("host_syncs")
-    assert "torch.compile" in event.data["absent"]["lines"]
+    assert not run.events("host_syncs")

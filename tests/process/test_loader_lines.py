@@ -59,6 +59,7 @@ def train(loader, steps):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step, rows in enumerate(loader):
+        busy(0.02)
         optimizer.zero_grad()
         model(rows).sum().backward()
         optimizer.step()
@@ -69,7 +70,9 @@ def train(loader, steps):
 def main():
     kind, workers, context, steps = sys.argv[1:]
     dataset = {"map": Rows, "stream": Stream, "collate": Fast}[kind]()
-    how = dict(batch_size=8, num_workers=int(workers), multiprocessing_context=context if int(workers) else None)
+    how = dict(batch_size=8, num_workers=int(workers))
+    if how["num_workers"]:
+        how.update(multiprocessing_context=context, persistent_workers=context == "spawn")
     train(DataLoader(dataset, collate_fn=collate if kind == "collate" else None, **how), int(steps))
 
 if __name__ == "__main__":
@@ -79,6 +82,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if "dpmon.tracer.responder_thread" in sys.modules:
         sys.modules["dpmon.tracer.responder_thread"].DATA_POLLS = 4
+        sys.modules["dpmon.tracer.steps.loader_stacks"].SAMPLE_S = 60.0
     main()
 """
 
@@ -99,23 +103,17 @@ def lines_of(script: TracedScript) -> tuple[dict[str, Any], TracedRun]:
 
 @pytest.mark.parametrize(
     ("kind", "workers", "context"),
-    [
-        ("map", 0, "fork"),
-        ("map", 2, "fork"),
-        ("map", 2, "spawn"),
-        ("stream", 0, "fork"),
-        ("stream", 2, "fork"),
-        ("collate", 0, "fork"),
-    ],
+    [("map", 0, ""), ("collate", 0, ""), ("stream", 0, ""), ("stream", 2, "fork"), ("map", 2, "spawn")],
 )
 def test_three_to_one_is_seen(tmp_path: Path, kind: str, workers: int, context: str) -> None:
+    """With 2,000 samples per process, 2 and 4 are 5 standard errors or more away. The model takes time, too."""
     record, run = lines_of(TracedScript(tmp_path, SCRIPT, kind, workers, context, -1, mode="script", fresh=True))
     counts: Counter[str] = Counter()
     for line, samples in record["lines"].items():
         counts[line.partition(" ")[0]] += samples
     assert 2 <= counts["`augment`"] / counts["`decode`"] <= 4, record
     assert counts["`augment`"] + counts["`decode`"] >= 0.9 * counts.total()
-    assert record["processes"] == max(workers, 1)
+    assert not any("busy" in line or "train" in line for line in record["lines"]), record
     assert (run.status, run.err, run.complaints) == (0, "", [])
     assert not list(run.directory.glob("loader-*"))
 

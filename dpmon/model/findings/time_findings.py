@@ -6,7 +6,7 @@ Other advice can make a training slower: worker processes for fetches of 100 us,
 from __future__ import annotations
 
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -110,28 +110,27 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
             shares = [data_share(other) for other in modes if other.mode == stats.mode]
             affected = sum(other_share >= MIN_DATA_SHARE for other_share in shares)
             more = f"; {format_percent(MIN_DATA_SHARE)} or more in {affected:,} of {len(shares):,} processes"
-        cause, samples = _blame_function(run, stats, time_of_share(stats, share))
-        text = f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time{cause}"
-        text = text[:1].upper() + text[1:]
-        yield _phase_finding("data", stats, ("data",), share, text, _data_advice(stats, run), more + samples)
+        text = f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time"
+        text = f"{text[:1].upper()}{text[1:]}{_blame_function(run, stats)}."
+        yield _phase_finding("data", stats, ("data",), share, text, _data_advice(stats, run), more)
 
 
-def _blame_function(run: RunAnalysis, stats: StepStats, wait_s: float) -> tuple[str, str]:
-    """Return the end of the sentence about a wait, with the loader's slowest function if it is known, and evidence."""
-    for data in [data for data in run.memory_events["loader_lines"] if data["process"] == stats.process][-1:]:
-        lines = Counter[str](data["lines"])
-        functions = Counter(line.rpartition(":")[0] for line in lines.elements())
-        ((function, samples),), total = functions.most_common(1), lines.total()
-        steps = data["took_s"] * SECOND / (stats.mean_ns or SECOND)  # samples within the batch of a step are alike
-        share, low, high = share_interval(samples / total, min(steps, total))
-        if low >= MIN_DATA_SHARE:
-            line = next(line for line, _ in lines.most_common() if line.startswith(f"{function}:"))
-            return (
-                f"; {format_percent(share)} of the loader's time is in {line}.",
-                f"; {samples:,} of {total:,} samples in {line} (95%: {format_percent(low)} to {format_percent(high)}):"
-                f" {format_long_duration(share * wait_s * SECOND)} of the wait",
-            )
-    return ".", ""
+def _blame_function(run: RunAnalysis, stats: StepStats) -> str:
+    """Return the end of a sentence about data waits: the loader's slowest function; empty if none stands out."""
+    records = [data for data in run.memory_events["loader_lines"] if data["process"] == stats.process]
+    if not records:
+        return ""
+    lines, functions = Counter[str](records[-1]["lines"]), Counter[str]()
+    for line, samples in lines.items():
+        functions[line.rpartition(":")[0]] += samples
+    function, samples = functions.most_common(1)[0]
+    steps = records[-1]["took_s"] * SECOND / (stats.mean_ns or SECOND)  # samples within the batch of a step are alike
+    share, low, high = share_interval(samples / lines.total(), min(steps, lines.total()))
+    if low < MIN_DATA_SHARE:
+        return ""
+    line = next(line for line, _ in lines.most_common() if line.startswith(f"{function}:"))
+    interval = f"{format_percent(low)} to {format_percent(high)}"
+    return f"; {format_percent(share)} ({interval}) of the loader's time is in {line}"
 
 
 def _is_only_straggler_waiting(run: RunAnalysis, stats: StepStats) -> bool:
@@ -298,34 +297,29 @@ def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
 def find_host_syncs(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding for the line that waits longest for a GPU in (nearly) every sampled step of a process.
 
-    The GPU's work is waited for anyway. At most its idle time can be saved, so nothing is reported if it is busy.
+    The GPU's work is waited for anyway. At most its idle time can be saved: if that is not known, there is no finding.
     """
-    waits: Counter[tuple[int, str, str]] = Counter()
-    seen: Counter[tuple[int, str, str]] = Counter()
-    samples = [data for data in run.memory_events.get("host_syncs", ()) if data["wall_ms"]]
-    for data in samples:
-        for place, call, _, ns in data["lines"]:
-            waits[data["process"], place, call] += ns
-            seen[data["process"], place, call] += 1
-    for (process, place, call), ns in waits.most_common():
-        steps = [data["wall_ms"] * 1e6 for data in samples if data["process"] == process]
-        count, share = seen[process, place, call], ns / sum(steps)
-        busy_pct = [usage.util_median for usage in run.device_usage if usage.of_run and usage.util_median is not None]
-        if len(steps) < MIN_SYNC_SAMPLES or count < MIN_SYNC_STEPS * len(steps) or share < MIN_SYNC_SHARE:
-            continue
-        idle = 1 - max(busy_pct) / 100 if busy_pct else None
-        yield Finding(
-            "sync",
-            f"{place} `{call}` waits {format_long_duration(ns / count)} for the GPU in every step"
-            f"{process_suffix(process, run)}: {format_percent(share)} of step time.",
-            f"in {count} of {len(steps)} sampled steps"
-            + ("; the GPU's idle time is not known" if idle is None else f"; the GPU is idle {format_percent(idle)}"),
-            "read the value every n steps, or keep the sum on the GPU (detach) and read it once an epoch; the GPU's own"
-            " work is waited for anyway, so this saves at most the time for which the GPU is idle",
-            share,
-            None if idle is None else min(share, idle) * run.active_ns / SECOND,
-        )
-        return
+    walls_ns, waits_ns = defaultdict[int, list[float]](list), defaultdict[tuple[int, str], list[float]](list)
+    for data in run.memory_events.get("host_syncs", ()):
+        walls_ns[data["process"]].append(data["wall_ms"] * 1e6)
+        for line, ns in data["lines"].items():
+            waits_ns[data["process"], line].append(ns)
+    busy_pct = [usage.util_median for usage in run.device_usage if usage.of_run and usage.util_median is not None]
+    idle = 1 - max(busy_pct, default=100) / 100
+    for (process, line), times_ns in sorted(waits_ns.items(), key=lambda item: -sum(item[1])):
+        count, steps, share = len(times_ns), len(walls_ns[process]), sum(times_ns) / sum(walls_ns[process])
+        if count >= max(MIN_SYNC_SAMPLES, MIN_SYNC_STEPS * steps) and min(share, idle) >= MIN_SYNC_SHARE:
+            yield Finding(
+                "sync",
+                f"{line} waits {format_long_duration(sum(times_ns) / count)} for the GPU in every step"
+                f"{process_suffix(process, run)}: {format_percent(share)} of step time.",
+                f"in {count} of {steps} sampled steps; the GPU is idle {format_percent(idle)}",
+                "read the value every n steps, or keep the sum on the GPU (detach) and read it once an epoch; the GPU's"
+                " own work is waited for anyway, so this saves at most the time for which the GPU is idle",
+                share,
+                min(share, idle) * run.active_ns / SECOND,
+            )
+            return
 
 
 # ------------------------------------------------------------------------------------------------ steps that differ

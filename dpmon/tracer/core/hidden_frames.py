@@ -52,7 +52,7 @@ def uncounted(function: Function) -> Function:
 def copy_name_and_signature(wrapper: Function, original: Function) -> Function:
     """Give a wrapper the name, module and signature of the original, hide it from warnings, and return it."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(wrapper, name, getattr(original, name))
+        setattr(wrapper, name, getattr(original, name, None))
     wrapper.__dict__["__wrapped__"] = original
     return uncounted(wrapper)
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.process import parent_process
 from random import Random
 from sys import _current_frames
 from time import monotonic, sleep
 from types import FrameType
+from typing import Any
 
 from dpmon.record.shared_names import find_program_frame, shorten_name
 from dpmon.tracer.core.hidden_frames import iter_callers
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import write_file
 
-SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 15.0, 0.03, 0.25, 2.0, 50
+SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 30.0, 0.03, 0.25, 2.0, 50
 """Time of all samples, between two (mean), between a worker's looks for the file, for replies; most lines recorded."""
 _find_program_frame = lru_cache(maxsize=256)(find_program_frame)
 
@@ -35,15 +37,15 @@ def record_loader_lines(session: Session) -> None:
         sleep(MAX_REPLY_S)
         with open(path, encoding="utf-8") as file:
             os.unlink(path)
-            replies = [Counter[str](json.loads(line)) for line in file]
-        lines = dict(sum(replies, Counter[str]()).most_common(MAX_LINES))
+            lines = sum((Counter[str](json.loads(line)) for line in file), Counter[str]())
         if lines:
-            session.record_event("loader_lines", took_s=SAMPLE_S, processes=sum(map(bool, replies)), lines=lines)
+            session.record_event("loader_lines", took_s=SAMPLE_S, lines=dict(lines.most_common(MAX_LINES)))
 
 
 def reply_in_worker(session: Session) -> None:
     """Append this worker's samples to the file of the training process whenever there is one. Never returns."""
-    path = os.path.join(session.config.directory, f"loader-{getattr(parent_process(), 'pid', None)}.samples")
+    process: Any = parent_process()  # with forkserver, os.getppid() is another process
+    path = os.path.join(session.config.directory, f"loader-{process.pid}.samples")
     with session.guard("samples of the loader", fatal=False):
         while True:
             sleep(POLL_INTERVAL_S)
@@ -62,8 +64,10 @@ def _append_samples(path: str) -> None:
         if (wait_s := due_s - monotonic()) > 0:
             sleep(wait_s)
         lines.update(filter(None, map(_find_line, _current_frames().values())))
-    if os.access(path, os.F_OK):
-        write_file("", path, json.dumps(lines).encode() + b"\n", os.O_APPEND)
+    with suppress(FileNotFoundError):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.write(fd, json.dumps(lines).encode() + b"\n")
+        os.close(fd)
 
 
 def _find_line(innermost: FrameType) -> str | None:

@@ -156,8 +156,11 @@ def profile(options: argparse.Namespace) -> int:
         if rank is None:
             rank = getattr(read_run(reader, attrgetter("straggler")), "rank", 0)
         asked = reader.request_profile(rank, options.steps)
+        name = short_name(reader.info)
+        if reader.exit_info() is not None:
+            raise RunError(f"{name} has ended")
         if asked is None:
-            raise RunError(f"{directory.name} has no training process of rank {rank} on this machine")
+            raise RunError(f"{name} has no training process of rank {rank} on this machine")
 
         def read_reply() -> list[Mapping[str, Any]]:
             records = read_run(reader, lambda run: run.memory_events["profile"])
@@ -168,7 +171,7 @@ def profile(options: argparse.Namespace) -> int:
         failure = {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"}
         record = next(iter(read_reply()), failure)
     if "refused" in record:
-        raise RunError(f"{directory.name} was not profiled: {record['refused']}")
+        raise RunError(f"{name} was not profiled: {record['refused']}")
     if options.json:
         print(to_safe_json(dict(record), indent=1))
     else:

@@ -321,6 +321,8 @@ class HeadlessRun:
         """Print a progress line, unless the script's last line is incomplete (a bar, a prompt)."""
         if self._speaks_json:
             return
+        for problem in self._progress.wrong_trainings():
+            self._print_once(problem)
         text = self._progress.line()
         if text and self._stderr.is_at_line_start:
             if not self._has_printed_name:  # the name helps to find the run again if this terminal closes

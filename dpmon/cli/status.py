@@ -14,6 +14,7 @@ from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.cli.status_stream import status_members, step_line
 from dpmon.errors import HistoryError
 from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.device_findings import busy_cpus_note
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import final_stall, final_stall_sentence
 from dpmon.model.run_analysis import EVERYTHING, RunAnalysis, Selection
@@ -22,6 +23,7 @@ from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import TIMED_OUT, Health, assess_health, read_health
 from dpmon.report.outcome import LOST
 from dpmon.report.report_data import analyze_run, open_report_data
+from dpmon.report.sections import no_findings_text
 from dpmon.report.sentences import basic_facts, setup_facts, time_by_activity_sentences
 from dpmon.run.lifecycle import has_succeeded, run_state
 from dpmon.run.run_directory import ExitInfo, RunError
@@ -74,7 +76,8 @@ def explain_run(directory: Path) -> list[str]:
         times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)
         command = f"command: {' '.join(report.run_info.command)}"
         findings = [f"{finding.text} Evidence: {finding.ground}; {finding.advice_text}" for finding in report.findings]
-        lines = [command, *setup_facts(report), *basic_facts(report), *times, *lines, *(findings or ["no findings"])]
+        findings = [*(findings or [no_findings_text(report)]), *busy_cpus_note(report.run)]
+        lines = [command, *setup_facts(report), *basic_facts(report), *times, *lines, *findings]
     commands = {"why": "where each rank is", "report": "the whole report", "export": "every record"}
     if health.end is None:
         commands["profile"] = "the operators of some steps, if forward, backward or optimizer is slow"

@@ -17,6 +17,7 @@ from typing import Any
 
 from dpmon.model.efficiency import Efficiency
 from dpmon.model.epoch_progress import NO_STEP, without_time
+from dpmon.model.findings.correctness_findings import find_wrong_training
 from dpmon.model.nodes import NodeStatus
 from dpmon.model.run_analysis import EVERYTHING, MAX_RANKS, RunAnalysis, RunCaches, Selection
 from dpmon.model.run_process import Process
@@ -285,6 +286,12 @@ class ProgressReporter:
     def line(self) -> str:
         """Return the run's progress and rates; without a new step since the last line, the state and its reason."""
         return read_run(self._reader, self._line, caches=self._caches)
+
+    def wrong_trainings(self) -> list[str]:
+        """Return a sentence for each reason why the training is wrong."""
+        return read_run(
+            self._reader, lambda run: [found.text for found in find_wrong_training(run)], caches=self._caches
+        )
 
     def _line(self, run: RunAnalysis) -> str:
         process, now_ns = run.representative, time.monotonic_ns() - self._reader.info.start_ns

@@ -113,6 +113,9 @@ def build_efficiency(
         return Efficiency(rate, reason=next((record["reason"] for record in own), Efficiency().reason))
     if rate is None or known_share < MIN_KNOWN_SHARE:
         reason = "the others have other calls or input shapes, and at most 8 steps are counted"
+        uncounted = ", ".join(sorted({name for record in counted for name in record["uncounted"]}))
+        if uncounted and not known_share:
+            reason = f"operators without a counting rule for their operands: {uncounted}"
         return Efficiency(rate, reason=f"the FLOPs of {format_percent(known_share)} of the steps are known: {reason}")
     by_dtype = sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
     shares = {dtype: count / by_dtype.total() for dtype, count in by_dtype.most_common()}

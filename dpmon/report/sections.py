@@ -111,10 +111,15 @@ def _finding_parts(report: ReportData) -> list[Part]:
     notes = _paragraphs(busy_cpus_note(report.run), is_note=True)
     if report.findings:
         return [Findings(report.findings), *notes]
+    return [Paragraph(no_findings_text(report)), *notes]
+
+
+def no_findings_text(report: ReportData) -> str:
+    """Return what is said in place of findings."""
     if not any(measured_modes(report.run)):
-        return [Paragraph(_too_few_steps_text(report.run))]
+        return _too_few_steps_text(report.run)
     is_problem_said = report.health.exit_status == HAS_FAILED or report.run.announced.stalls
-    return [Paragraph("no other findings" if is_problem_said else "no findings"), *notes]
+    return "no other findings" if is_problem_said else "no findings"
 
 
 def _too_few_steps_text(run: RunAnalysis) -> str:

@@ -47,7 +47,7 @@ def _find_problems(optimizer: str, model: str, looks: list[Any]) -> Iterator[tup
     if all(look["evaluating"] for look in looks):
         yield f"{model} is in eval mode while it trains.", "model.train()"
     if not any(look["has_rate"] for look in looks):
-        yield f"The learning rate of {optimizer} is 0.", "another schedule of the learning rate"
+        yield f"The learning rate of {optimizer} is 0.", "another learning rate, or another schedule of it"
     if all(look["single_rows"] for look in looks):
         yield f"BatchNorm in {model} normalizes batches of one row.", "SyncBatchNorm, GroupNorm, or larger batches"
 

@@ -10,7 +10,6 @@ import json
 import os
 from collections import Counter
 from contextlib import suppress
-from functools import lru_cache
 from multiprocessing.process import parent_process
 from random import Random
 from sys import _current_frames
@@ -25,7 +24,6 @@ from dpmon.tracer.note_files import write_file
 
 SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 30.0, 0.03, 0.25, 2.0, 50
 """Time of all samples, between two (mean), between a worker's looks for the file, for replies; most lines recorded."""
-_find_program_frame = lru_cache(maxsize=256)(find_program_frame)
 
 
 def record_loader_lines(session: Session) -> None:
@@ -64,10 +62,8 @@ def _append_samples(path: str) -> None:
         if (wait_s := due_s - monotonic()) > 0:
             sleep(wait_s)
         lines.update(filter(None, map(_find_line, _current_frames().values())))
-    with suppress(FileNotFoundError):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        os.write(fd, json.dumps(lines).encode() + b"\n")
-        os.close(fd)
+    with suppress(FileNotFoundError), open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb", 0) as file:
+        file.write(json.dumps(lines).encode() + b"\n")
 
 
 def _find_line(innermost: FrameType) -> str | None:
@@ -76,7 +72,7 @@ def _find_line(innermost: FrameType) -> str | None:
     for frame in iter_callers(innermost):
         frames.append(frame)
         if frame.f_code.co_filename.endswith("/torch/utils/data/_utils/fetch.py"):
-            frame = frames[_find_program_frame(tuple(frame.f_code.co_filename for frame in frames)) or 0]
+            frame = frames[find_program_frame([frame.f_code.co_filename for frame in frames]) or 0]
             file = os.path.basename(shorten_name(frame.f_code.co_filename))
             return f"`{shorten_name(frame.f_code.co_qualname)}` ({file}:{frame.f_lineno})"
     return None

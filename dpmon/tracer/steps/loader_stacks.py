@@ -74,5 +74,6 @@ def _find_line(innermost: FrameType) -> str | None:
         if frame.f_code.co_filename.endswith("/torch/utils/data/_utils/fetch.py"):
             frame = frames[find_program_frame([frame.f_code.co_filename for frame in frames]) or 0]
             file = os.path.basename(shorten_name(frame.f_code.co_filename))
-            return f"`{shorten_name(frame.f_code.co_qualname)}` ({file}:{frame.f_lineno})"
+            function, _, _ = frame.f_code.co_qualname.partition(".<locals>.<")  # a comprehension is part of it
+            return f"`{shorten_name(function)}` ({file}:{frame.f_lineno})"
     return None

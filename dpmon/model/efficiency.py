@@ -112,10 +112,10 @@ def build_efficiency(
     if not counted:
         return Efficiency(rate, reason=next((record["reason"] for record in own), Efficiency().reason))
     if rate is None or known_share < MIN_KNOWN_SHARE:
-        reason = "the others have other calls or input shapes, and at most 8 steps are counted"
+        reason = "no step with the calls and input shapes of the others could be counted; at most 8 are tried"
         uncounted = ", ".join(sorted({name for record in counted for name in record["uncounted"]}))
-        if uncounted and not known_share:
-            reason = f"operators without a counting rule for their operands: {uncounted}"
+        if uncounted:
+            reason += f" (operators without a rule: {uncounted})"
         return Efficiency(rate, reason=f"the FLOPs of {format_percent(known_share)} of the steps are known: {reason}")
     by_dtype = sum((Counter(record["by_dtype"]) for record in counted), Counter[str]())
     shares = {dtype: count / by_dtype.total() for dtype, count in by_dtype.most_common()}

@@ -128,6 +128,7 @@ def test_at_most_eight_shapes_are_counted(tmp_path: Path) -> None:
         ("within_a_mode", "the script has a dispatch mode or a transform of torch.func of its own"),
         ("mode_left_later", "the script has a dispatch mode or a transform of torch.func of its own"),
         ("raising", "an exception"),
+        ("many_operators", "more than 50,000 operators"),
         ("raising_in_an_operator", "an exception"),
         ("with_a_subclass", "the script computes with a subclass of Tensor (TwoTensor)"),
         ("compiled", "torch.compile is in use"),
@@ -139,6 +140,8 @@ def test_absent_flops_have_a_reason(tmp_path: Path, form: str, reason: str) -> N
     first, *later = counts(found)
     assert reason in first["reason"]
     assert all(first[name] is None for name in ("flops", "recomputed_flops", "by_dtype", "operators", "uncounted"))
+    if form == "many_operators":
+        assert not later, "no other step is slowed"
     if form.startswith("raising"):
         assert [count["flops"] for count in later if count["reason"] is None] != []
 

@@ -13,7 +13,7 @@ import pytest
 from dpmon.model.findings.correctness_findings import find_wrong_training
 from dpmon.store.events import event_to_json
 from support.history_builders import HEALTHY_STORE, run_analysis_with
-from support.run_harness import Dpmon
+from support.run_harness import Dpmon, wait_for
 from support.tracer_harness import TracedRun, run_traced
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-to-do.md"
@@ -282,6 +282,20 @@ def test_a_batch_that_is_split_into_replicas_of_one_row(tmp_path: Path) -> None:
     run = run_traced(tmp_path, images, mode="dp", replicas=2)
     assert texts_of(run) == ["BatchNorm in Sequential normalizes batches of one row."]
     assert texts_of(run_traced(tmp_path, images)) == []
+
+
+@pytest.mark.slow
+def test_it_is_said_while_the_training_runs(dpmon: Dpmon, tmp_path: Path) -> None:
+    """Once without a screen, and by `status --explain`."""
+    output = tmp_path / "errors"
+    changes = "opt.param_groups[0]['lr'] = 0.0\nimport time\nafter = lambda step: time.sleep(0.05)"
+    script = dpmon.script(LOOP.format(changes=changes, steps=1_000_000))
+    with output.open("wb") as file:
+        process = dpmon.start("--headless", "--name", "rate", script, stderr=file)
+    wait_for(lambda: output.read_text().count("dpmon: The learning rate of SGD is 0.") == 1)
+    wait_for(lambda: "The learning rate of SGD is 0." in dpmon.run("status", "rate", "--explain").text)
+    assert dpmon.stop("rate").status == 0
+    process.wait()
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from dpmon.model.findings.finding import Finding
 from dpmon.ui.footer import current_key_hints
-from dpmon.ui.panels.panel_status import render_panel
+from dpmon.ui.panels.panel_status import render_panel, reports_straggler
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.time_cursor import TimeCursor
@@ -55,6 +56,22 @@ def test_a_slow_loader_is_named_while_the_training_goes_on() -> None:
         assert "waits for data" not in "".join(head(other)), "less than a fifth, or too few steps"
     over = replace(facts, exit_info=exit_info_of(0, None, facts.now_ns), is_command_alive=False)
     assert "waits for data" not in "".join(head(over))
+
+
+@pytest.mark.parametrize(("kind", "is_first"), [("wrong", True), ("sync", False)])
+def test_what_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch, kind: str, is_first: bool) -> None:
+    """A wrong training comes before the rank that the others wait for, and a slow line after it."""
+    problem = Finding(kind, "the learning rate\x1b[2J of SGD is 0.", "three looks", "another rate", 1.0)
+    facts, alone = ranks(), slow_loader(86)
+    assert "others wait for rank 1" in head(facts)[1]
+    monkeypatch.setattr("dpmon.ui.screen_data.find_causes", lambda _: [problem])
+    facts, alone = ranks(), slow_loader(86)
+    assert ("learning rate" in head(facts)[1]) == is_first
+    assert reports_straggler(facts) != is_first
+    assert "learning rate" in head(alone)[1]
+    assert "\x1b" not in head(alone)[1]
+    over = replace(alone, exit_info=exit_info_of(0, None, alone.now_ns), is_command_alive=False)
+    assert "learning rate" not in "".join(head(over))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ MIN_UPDATES = 2
 _CHEAP_NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "profiler")
 _COSTLY_NAME = re.compile(r"mm(_|$)|matmul|linear(?!\d)|conv(?!ert)|rnn_|lstm|gru|attention|einsum|mv$|cdist")
 """Operators without a rule are listed if they are of other namespaces, or if this matches their name."""
+MAX_OPERATORS = 50_000
+"""The count of a step ends with the next call after this many operators. It can take 50 us for each."""
+_COSTLY_REASON = f"a step has more than {MAX_OPERATORS:,} operators"
 _MODE_REASON = "the script has a dispatch mode or a transform of torch.func of its own"
 _SHARDED_CLASSES = ("FSDPModule", "FullyShardedDataParallel", "DTensor")
 
@@ -78,6 +81,8 @@ class FlopCounter:
                 error.__traceback__ = entry.tb_next
             del args, kwargs, entry
             raise
+        if self.reason is not None:
+            return result
         name = str(getattr(func, "overloadpacket", func)).replace("_for_cpu", "")
         try:
             with torch._C.DisableTorchFunction(), self._lock:  # hides our reads from the script's modes
@@ -95,6 +100,8 @@ class FlopCounter:
         """Count an operator that has returned `result`. Return whether its FLOPs are known. May raise any exception."""
         figures = self._figures
         figures["operators"] += 1
+        if figures["operators"] > MAX_OPERATORS:
+            self.reason, self.known = _COSTLY_REASON, set()  # every call is passed to `handle_call` from now on
         if name not in self._rules:
             return name.startswith(_CHEAP_NAMESPACES) and _COSTLY_NAME.search(name) is None
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
@@ -120,6 +127,8 @@ class FlopCounter:
         updates = recorder.optimizer_steps if recorder.has_optimizer else recorder.backward_passes
         if recorder.counting_mode is not None:
             self.known.add(shape)
+            if self.reason == _COSTLY_REASON and thread is recorder.training_thread:
+                self.poll(0)
         elif thread is not recorder.training_thread or updates < MIN_UPDATES or recorder.profile is not None:
             return
         elif not recorder.is_between_steps:
@@ -179,7 +188,7 @@ class FlopCounter:
             figures = dict.fromkeys(figures)
             self.known.clear()
         self._counts += 1
-        if self._counts == MAX_COUNTS:
+        if self._counts == MAX_COUNTS or self.reason == _COSTLY_REASON:
             self.known = range(1 << 64)  # contains all of them
         self._recorder.session.record_event("flops", "last", step=None, **figures, reason=self.reason)
 

@@ -318,6 +318,28 @@ def raising():
     train_model("linear", around=around)
 
 
+def many_operators():
+    """The third call of a step notes whether the count has ended."""
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            if not torch.is_grad_enabled():
+                for _ in range(30_000):
+                    x.add_(0.0)
+            return super().forward(x)
+
+    net = Net(16, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(STEPS):
+        x = torch.randn(30, 16)
+        with torch.no_grad():
+            net(x)
+            net(x)
+            net(x[:1])
+            losses.append(torch._C._len_torch_dispatch_stack())
+        learn(net, optimizer, x)
+
+
 def raising_in_an_operator():
     class Net(nn.Linear):
         def forward(self, x):

@@ -66,8 +66,7 @@ class RingIntake:
         self._switched = False
         """Whether a root changed its mode since the last step."""
         self._ran_other_kind = False
-        """Whether steps of other kinds than training, or a slowed one, ran since the last sync pass. Rollouts count as
-        training."""
+        """Whether steps of other kinds than training ran since the last sync pass. Rollouts count as training."""
         self._loops = LoaderLoopTracker(row.process)
 
     def resume(self, connection: HistoryConnection) -> None:
@@ -153,7 +152,7 @@ class RingIntake:
         kind, sync_number = row.kind | self._warm_up_flag(mode) | WARM_UP * row.is_slowed, row.sync_number
         if sync_number is not None:
             kind |= AFTER_OTHER_KIND * (self._ran_other_kind or row.is_slowed)
-            self._ran_other_kind = row.is_slowed  # a profile may end after the pass
+            self._ran_other_kind = False
         if self._switched and len({call.mode for call in calls}) > 1:
             kind |= MIXED_MODES
             row = row._replace(mode="")  # its time counts in the rate of neither mode

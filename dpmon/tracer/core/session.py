@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -109,6 +109,24 @@ class TracerErrorGuard:
             return False
         self.session.count_error(self.operation, error, self.is_fatal)
         return True
+
+
+class HiddenBlock(TracerErrorGuard):
+    """A guard whose block neither dynamo nor a function mode of the script sees."""
+
+    # A generator would not do: dynamo would compile the functions of contextlib that run it.
+
+    def __enter__(self) -> None:
+        self.dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile the functions of the block
+        self.functions = torch._C.DisableTorchFunction()
+        self.functions.__enter__()
+
+    def __exit__(self, error_class: type[BaseException] | None, error: Any, traceback: object) -> bool:
+        try:
+            self.functions.__exit__(None, None, None)
+            return super().__exit__(error_class, error, traceback)
+        finally:
+            set_eval_frame(self.dynamo_callback)
 
 
 class Session:
@@ -363,15 +381,9 @@ class Session:
         """Return a guard for a block; the warning names its `operation`. Hot code uses `try` and `count_error`."""
         return TracerErrorGuard(self, operation, fatal)
 
-    @contextmanager
-    def hidden(self, operation: str) -> Iterator[None]:
-        """Guard a block that runs rarely, and hide it from dynamo and from the script's function modes."""
-        dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile the functions that the block calls
-        try:
-            with self.guard(operation, fatal=False), torch._C.DisableTorchFunction():
-                yield
-        finally:
-            set_eval_frame(dynamo_callback)
+    def hidden(self, operation: str) -> HiddenBlock:
+        """Return a guard for a block that runs rarely, which also hides it from the script; see `guard`."""
+        return HiddenBlock(self, operation, is_fatal=False)
 
     def count_error(self, operation: str, error: BaseException, fatal: bool = True) -> None:
         """Count a fault of ours. With `fatal`, the third fault in the same operation switches the tracer off.

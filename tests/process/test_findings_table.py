@@ -186,7 +186,7 @@ CASES = {
         "CHANGES, BREAKS = False, False",
     ),
     "worker": Case(
-        r"a DataLoader worker \(pid \d+\) was killed by SIGKILL at batch \d+ with at most \d+ MiB resident",
+        r"a DataLoader worker \(pid \d+\) was killed by SIGKILL before batch \d+, with at most \d+ MiB resident",
         "the status of an ended worker",
         "an exception while the workers live",
         WORKER,

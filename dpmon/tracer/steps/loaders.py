@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from resource import RUSAGE_CHILDREN, getrusage
 from signal import Signals
 from time import monotonic_ns
 from typing import Any
@@ -106,6 +105,8 @@ class LoaderTracer:
             iterator: Any = reference()  # type: ignore[operator]
             for worker in getattr(iterator, "_workers", ()):
                 if (worker.exitcode or 0) < 0:
+                    from resource import RUSAGE_CHILDREN, getrusage  # a module that torch does not import
+
                     name, peak_mib = Signals(-worker.exitcode).name, getrusage(RUSAGE_CHILDREN).ru_maxrss >> 10
                     where = f"before batch {iterator._rcvd_idx + 1}, with at most {peak_mib:,} MiB resident"
                     return f"a DataLoader worker (pid {worker.pid}) was killed by {name} {where}"

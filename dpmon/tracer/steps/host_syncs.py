@@ -15,14 +15,17 @@ import torch
 from dpmon.record.shared_names import innermost_script_line
 from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
 from dpmon.tracer.core.session import Session
+from dpmon.tracer.steps.copies import TracedMethod
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 _CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__repr__", "__format__")
 _METHODS = ("item", "cpu", "tolist", "nonzero", *_CONVERSIONS)
 WAITING = (*((torch.Tensor, name) for name in _METHODS), (torch, "nonzero"), (torch.cuda, "synchronize"))
 MIN_WAIT_NS, INTERVAL_NS, MAX_WAITS = 50_000, 3_000_000_000, 256
-"""Shortest call that counts; shortest time between samples, which varies up to threefold, so that a line that waits in
-every hundredth step is not in each sample; most calls in a sample."""
+"""Shortest call that counts; shortest time between the first samples; maximum number of calls in a sample. The time
+varies up to threefold, so that a line that waits in every hundredth step is not in each sample."""
+MAX_SLOWDOWN = 10
+"""Later samples are rarer, up to this factor: a file of lines has room for a week of them, and for other events."""
 
 
 class HostSyncSampler:
@@ -37,7 +40,7 @@ class HostSyncSampler:
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._restore()
-        self._due_ns = self._start_ns = self._first_step = self._thread = 0
+        self._due_ns = self._start_ns = self._first_step = self._thread = self._samples = 0
         self._waits: list[tuple[int, int, str]] = []
         """Start and duration (ns) of each call, and its line."""
 
@@ -46,10 +49,12 @@ class HostSyncSampler:
         updates = self._recorder.optimizer_steps
         if now < self._due_ns or (self._originals and updates == self._first_step):
             return self._due_ns
-        self._due_ns = now + int(INTERVAL_NS * self._random.uniform(1, 3))
+        slowdown = min(1 + self._samples / 8, MAX_SLOWDOWN)
+        self._due_ns = now + int(INTERVAL_NS * self._random.uniform(1, 3) * slowdown)
         with self._session.hidden("waits for the GPU"):
             if self._originals:
                 self._restore()
+                self._samples += 1
                 lines = Counter[str]()
                 for _, duration_ns, line in self._waits:
                     lines[line] += duration_ns
@@ -61,7 +66,10 @@ class HostSyncSampler:
                 for owner, name in WAITING:
                     original = getattr(owner, name)
                     self._originals.append((owner, name, vars(owner).get(name)))
-                    setattr(owner, name, wrap_rare_function(original, guard, partial(self._note, name)))
+                    wrapper: Any = wrap_rare_function(original, guard, partial(self._note, name))
+                    if owner is torch.Tensor:  # a subclass may look its methods up in a table
+                        wrapper = TracedMethod(original, wrapper, self._recorder)
+                    setattr(owner, name, wrapper)
         return self._due_ns
 
     def _restore(self) -> None:

@@ -190,7 +190,7 @@ class SpanReader:
 
     def request_profile(self, steps: int) -> int:
         """Ask the training process to profile some steps (at most 65,535; 0: to end). Return the request."""
-        request = ((self._read_word(HeaderWord.PROFILE) >> 16) + 1) << 16 | steps
+        request = ((self._read_word(HeaderWord.PROFILE) >> 16) + 1 & 0xFFFFFFFFFFFF) << 16 | steps
         self._write_word(HeaderWord.PROFILE, request)
         return request
 

@@ -62,20 +62,21 @@ class StepProfiler:
         self._session.record_event("profile", "last", step=None, request=self._request, **data)
 
     def _begin(self) -> None:
-        if _profiler._is_profiler_enabled or "ProfilerStep" in _profiler.KinetoStepTracker._step_dict:
-            self._record(refused="the script uses torch.profiler itself")
-            return
+        refusal = "torch.profiler failed: see the warnings"
         os.putenv(_LOG_LEVEL, os.environ.get(_LOG_LEVEL, "6"))  # else Kineto prints lines when it starts first
         with self._session.guard("profile", fatal=False):
-            config = _profiler._ExperimentalConfig(profile_all_threads=True)  # those of replicas, too
-            device = "cuda" if is_cuda_initialized() else None
-            profile = _profiler.profile(use_device=device, use_kineto=True, experimental_config=config)
-            self._recorder.profile = profile.__enter__()
-            _profiler._is_profiler_enabled = self  # true; a profiler of the script replaces it by True or False
+            if _profiler._is_profiler_enabled or "ProfilerStep" in _profiler.KinetoStepTracker._step_dict:
+                refusal = "the script uses torch.profiler itself"
+            else:
+                config = _profiler._ExperimentalConfig(profile_all_threads=True)  # those of replicas, too
+                device = "cuda" if is_cuda_initialized() else None
+                profile = _profiler.profile(use_device=device, use_kineto=True, experimental_config=config)
+                self._recorder.profile = profile.__enter__()
+                _profiler._is_profiler_enabled = self  # true; a profiler of the script replaces it by True or False
         if _LOG_LEVEL not in os.environ:
             os.unsetenv(_LOG_LEVEL)
         if self._recorder.profile is None:
-            self._record(refused="torch.profiler failed: see the warnings")
+            self._record(refused=refusal)
 
     def end(self) -> None:
         """End the profile, if there is one, and record it."""

@@ -166,7 +166,7 @@ def newest_event_id(store: Store) -> int:
     """Return the id of the newest event of a lasting kind; 0 if there is none."""
     newest = f"SELECT ifnull(max(id), 0) FROM events WHERE {LASTING} AND kind = "  # one search per kind, no scan
     query = f"SELECT max({', '.join(f'({newest}{kind!r})' for kind in LASTING_KINDS)})"
-    return next(event_id for (event_id,) in store.query(query))
+    return sum(event_id for (event_id,) in store.query(query))
 
 
 def read_job(store: Store) -> tuple[dict[str, str] | None, int | None]:

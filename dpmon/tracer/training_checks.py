@@ -14,14 +14,15 @@ from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.losses import LossTracer, unreadable_reason
 
 MIN_GAP_NS, MAX_NAMES = 30_000_000_000, 8
+"""Shortest time between later looks; maximum number of listed names, and of parameters whose values are read."""
 _NORM_DIMENSIONS: dict[type, int] = {torch.nn.BatchNorm1d: 3, torch.nn.BatchNorm2d: 4, torch.nn.BatchNorm3d: 5}
-"""Dimensions of inputs with several positions in each row. SyncBatchNorm uses the rows of all ranks."""
+"""Number of dimensions of inputs with several positions per row: torch accepts a single row only for them."""
 
 _WITH_MODES = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd
 
 
 class TrainingChecks:
-    """The looks at one process's training."""
+    """The checks of one process's training."""
 
     def __init__(self, session: Session, roots: RootFinder, losses: LossTracer) -> None:
         self._session, self._roots, self._losses = session, roots, losses

@@ -1,4 +1,4 @@
-"""Finds the lines of the script that wait for a GPU: in a step now and then, the functions that wait are wrapped."""
+"""Finds the lines of the script that wait for a GPU, by wrapping the functions that wait during a sampled step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostSyncSampler:
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session, self._recorder, self._random = session, recorder, Random()
         self._originals: list[tuple[Any, str, Any]] = []
-        """During a sample: what was replaced; None for an attribute that was not there."""
+        """During a sample: owner, name and value of each replaced attribute; None if the owner inherited it."""
         self.reset()
 
     def reset(self) -> None:
@@ -51,6 +51,8 @@ class HostSyncSampler:
             return self._due_ns
         slowdown = min(1 + self._samples / 8, MAX_SLOWDOWN)
         self._due_ns = now + int(INTERVAL_NS * self._random.uniform(1, 3) * slowdown)
+        # Once torch.compile has compiled anything, it could compile again if functions are replaced.
+        dynamo_counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
         with self._session.hidden("waits for the GPU"):
             if self._originals:
                 self._restore()
@@ -59,7 +61,7 @@ class HostSyncSampler:
                 for _, duration_ns, line in self._waits:
                     lines[line] += duration_ns
                 self._session.record_event("host_syncs", wall_ms=(now - self._start_ns) / 1e6, lines=lines)
-            elif updates and self._recorder.device_timer is not None and not _is_compiling():
+            elif updates and self._recorder.device_timer is not None and not dynamo_counters.get("frames"):
                 self._waits, self._start_ns, self._first_step, self._thread = [], now, updates, get_ident()
                 self._due_ns = 0
                 guard = self._session.guard("waits for the GPU", fatal=False)
@@ -95,9 +97,3 @@ class HostSyncSampler:
             self._waits.pop()
         if line is not None:
             self._waits.append((start_ns, duration_ns, f"{line} `{function}`"))
-
-
-def _is_compiling() -> bool:
-    """Return whether torch.compile has compiled anything: it could compile again if functions are replaced."""
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    return bool(counters.get("frames"))

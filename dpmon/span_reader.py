@@ -142,8 +142,10 @@ class SpanReader:
 
     def request(self, mode: int) -> int:
         """Ask the training process for `mode`. Return the serial of the request, to compare with `acknowledged`."""
+        serial = (self._read_word(HeaderWord.REQUEST) + 1) & 0xFFFFFFFFFFFFFFFF
         self._write_word(HeaderWord.REQUESTED_MODE, mode)
-        return self._count_request(HeaderWord.REQUEST)
+        self._write_word(HeaderWord.REQUEST, serial)
+        return serial
 
     def acknowledged(self) -> tuple[int, int]:
         """Return the serial of the last request acted upon, and the mode in force.

@@ -55,7 +55,7 @@ def members_of(table: FactTable[Any]) -> list[str]:
 
 
 class _Unknown:
-    """A fact of which nothing is known."""
+    """An object whose members are all None."""
 
     def __getattr__(self, name: str) -> None:
         return None

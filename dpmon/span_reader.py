@@ -189,8 +189,8 @@ class SpanReader:
         return self._count_request(HeaderWord.WALK)
 
     def request_profile(self, steps: int) -> int:
-        """Ask the training process to profile some steps (at most 65,535; 0: to end). Return the request."""
-        request = ((self._read_word(HeaderWord.PROFILE) >> 16) + 1) << 16 | steps
+        """Ask the training process to profile some steps (at most 65,535), or to stop (0). Return the request."""
+        request = ((self._read_word(HeaderWord.PROFILE) >> 16) + 1 & 0xFFFFFFFFFFFF) << 16 | steps
         self._write_word(HeaderWord.PROFILE, request)
         return request
 
@@ -246,7 +246,7 @@ class SpanReader:
             spans += copied
             self.position += len(copied)
             if written > count // 2:
-                continue  # too few of these marks come after an empty slot to tell whether it is the end
+                continue  # too few marks follow the first empty slot to tell whether it is the end
             has_read_all_written = written < count and len(copied) == written
             if has_read_all_written and not self._skip_unwritten_slots(marks[written:], now_ns, process_ended):
                 break

@@ -194,7 +194,7 @@ _LOSS_FIELDS = (
     _RANK,
     _integer("step", "the step of the last pass"),
     _T_S,
-    _text("place", "the innermost file and line of the script in the call"),
+    _text("place", "the innermost line of the script that led to the call"),
     _number("loss", "the value, before a GradScaler multiplied it", metric="loss"),
     _ABSENT,
 )
@@ -350,13 +350,13 @@ _LOADER_FIELDS = (
 )
 _LOADER_LINES_FIELDS = (
     *_IN_PROCESS,
-    _seconds("took_s", "how long samples were taken"),
-    _object("lines", "number of samples by function and line of the script, of the 50 lines with most samples"),
+    _seconds("took_s", "duration of the sampling"),
+    _object("lines", "number of samples by function and line of the script; the 50 lines with the most"),
 )
 _CHECKPOINT_FIELDS = (
     *_IN_PROCESS,
     _text("function", "the function that saved: torch.save, torch.distributed.checkpoint.save ..."),
-    _text("place", "the innermost file and line of the script in the call"),
+    _text("place", "the innermost line of the script that led to the call"),
     _seconds("save_s", "its duration, from `t_s` on"),
     _bytes("bytes", "size of the file, or of the parts that all ranks saved"),
     _text("filesystem", "the type of its file system: ext4, nfs4 ..."),
@@ -452,36 +452,36 @@ _PROFILE_FIELDS = (
     _integer("step", "the last step before the record"),
     _integer("request", "the number of the request"),
     _integer("steps", "number of profiled steps; missing, as the next two, if there is no profile"),
-    _list("operators", "those with most time of their own: on (host or device), name, calls, ms"),
+    _list("operators", "those with the most self time: on (host or device), name, calls, ms"),
     _text("file", "the trace, in the directory of the run"),
     _text("refused", "why there is no profile; missing if there is one"),
 )
 _COMPILES_FIELDS = (
     *_IN_PROCESS,
     _integer("compilations", "number of frames that torch.compile has compiled until now"),
-    _seconds("seconds", "time that they and their backward graphs took"),
-    _seconds("seconds_again", "the part of it after a guard had failed, among the last 64 compilations"),
-    _list("again", "lines compiled again most often, among the last 64: place, guard (newest of its form), number"),
+    _seconds("seconds", "time to compile them and their backward graphs"),
+    _seconds("seconds_again", "the part of it that followed a failed guard, in the last 64 compilations"),
+    _list("again", "lines compiled again most often in the last 64: place, guard (newest of its form), number"),
     _list("graph_breaks", "lines that broke a graph: place, reason"),
     _ABSENT,
 )
 _HOST_SYNCS_FIELDS = (
     *_IN_PROCESS,
     _WALL_MS,
-    _object("lines", "the time (ns) of calls that waited, by line of the script and function"),
+    _object("lines", "time (ns) in calls that waited, by line of the script and function"),
 )
 _CHECK_FIELDS = (
     *_IN_PROCESS,
-    _integer("update", "the number of optimizer steps in the process, this one included"),
+    _integer("update", "number of optimizer steps in the process, including this one"),
     _text("optimizer_class", "the class of the optimizer"),
     _list("roots", "the names of the called models that it trains"),
-    _boolean("idle", "whether none of its parameters belongs to a called model, and none has ever had a gradient"),
-    _list("no_gradient", "names of its parameters that have never had a gradient, if it keeps a state of others"),
+    _boolean("idle", "whether no parameter belongs to a called model, and none has ever had a gradient"),
+    _list("no_gradient", "names of up to 8 parameters that never had a gradient, if it has a state for others"),
     _boolean("has_rate", "whether a learning rate of its parameters is not 0, or not a plain number"),
     _boolean("evaluating", "whether the models are in eval mode, although they have Dropout or trained BatchNorm"),
-    _boolean("single_rows", "whether a split batch left one row for a BatchNorm of the models in the last call"),
+    _boolean("single_rows", "whether a BatchNorm got one row of a split batch in the last call"),
     _boolean("has_wrapper", "whether the process has a DistributedDataParallel, even if it is never called"),
-    _list("weights", "one value of each of a few of its parameters; empty if some are sharded"),
+    _list("weights", "one value from each of up to 8 parameters; empty if it could not be read"),
     _list("losses", "the loss of the last backward pass of each line that calls backward"),
 )
 _DROPPED_FIELDS = (
@@ -537,9 +537,9 @@ RECORDS: Mapping[str, RecordSpec] = {
         RecordSpec("growth", "what keeps more and more memory alive, once memory grows", _GROWTH_FIELDS),
         RecordSpec("flops", "the FLOPs of one step, counted for each new combination of input sizes", _FLOPS_FIELDS),
         RecordSpec("profile", "a profile by torch.profiler, or why there is none", _PROFILE_FIELDS),
-        RecordSpec("compiles", "what torch.compile has compiled, after it changed", _COMPILES_FIELDS),
-        RecordSpec("host_syncs", "a sampled step: where its host waited for a GPU", _HOST_SYNCS_FIELDS),
-        RecordSpec("check", "what an optimizer and its models look like after one of a few updates", _CHECK_FIELDS),
+        RecordSpec("compiles", "what torch.compile has compiled so far, after it compiled more", _COMPILES_FIELDS),
+        RecordSpec("host_syncs", "where the host waited for a GPU in a sampled step", _HOST_SYNCS_FIELDS),
+        RecordSpec("check", "the state of an optimizer and its models, about once a minute", _CHECK_FIELDS),
         RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
         RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )

@@ -289,7 +289,7 @@ class Step(NamedTuple):
 
     @property
     def takes_time(self) -> bool:
-        """Whether its time counts in the activities of the process: it is a step or a single pass through a model."""
+        """Whether the activities of the process include this time: it is a step or a single pass through a model."""
         return bool(self.phases)
 
     def with_device_times(self, times: Sequence[float | None], why: int) -> Step:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _UNLIMITED_KINDS = (
     *("warning", "input", "stall", "loader", "ddp", "growth", "oom", "check"),
-    *("profile", "checkpoint", "compiles", "host_syncs"),
+    *("profile", "checkpoint", "compiles", "host_syncs", "loader_lines"),
 )
 LASTING_KINDS = ("process", "mode", "exit", "pause", "flops", *_UNLIMITED_KINDS)
 """Events that are kept when older rows are deleted, because they concern the whole run; of some kinds, the newest."""
@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS events (
     t_ns    INTEGER,        -- NULL: unknown
     json    TEXT NOT NULL   -- the whole event
 );
-CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {LASTING};
+CREATE INDEX IF NOT EXISTS lasting ON events (kind, id) WHERE {LASTING};
 CREATE INDEX IF NOT EXISTS samples ON events (t_ns) WHERE {IS_SAMPLE};
 CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """
@@ -122,9 +122,10 @@ def event_to_json(event: Event) -> str:
 
 def prune_lasting_events(db: sqlite3.Connection) -> None:
     """Delete the oldest lasting events of each kind of unlimited number."""
-    oldest_kept = "SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
+    oldest_kept = f"SELECT id FROM events WHERE {LASTING} AND kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
     for kind in _UNLIMITED_KINDS:
-        db.execute(f"DELETE FROM events WHERE kind = ? AND id < ({oldest_kept})", (kind, kind, MAX_LASTING))
+        condition = f"{LASTING} AND kind = ? AND id < ({oldest_kept})"
+        db.execute(f"DELETE FROM events WHERE {condition}", (kind, kind, MAX_LASTING))
 
 
 # ------------------------------------------------------------------------------------------------ queries
@@ -163,7 +164,9 @@ def count_events(store: Store, kind: str) -> int:
 
 def newest_event_id(store: Store) -> int:
     """Return the id of the newest event of a lasting kind; 0 if there is none."""
-    return sum(event_id or 0 for (event_id,) in store.query(f"SELECT max(id) FROM events WHERE {LASTING}"))
+    newest = f"SELECT ifnull(max(id), 0) FROM events WHERE {LASTING} AND kind = "  # one search per kind, no scan
+    query = f"SELECT max({', '.join(f'({newest}{kind!r})' for kind in LASTING_KINDS)})"
+    return sum(event_id for (event_id,) in store.query(query))
 
 
 def read_job(store: Store) -> tuple[dict[str, str] | None, int | None]:

@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS rings (
 ) WITHOUT ROWID;
 """
 _MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
-"""Evaluations of a process are rollouts if there are at least so many, and so many for each training step."""
+"""Evaluations of a process are rollouts if there are at least this many, and at least this many per training step."""
 
 
 @dataclass

@@ -62,7 +62,7 @@ class CallShape(NamedTuple):
 
     @property
     def without_sizes(self) -> CallShape:
-        """The same calls, with all sizes unknown."""
+        """A copy of the calls with all sizes unknown."""
         _, _, *parts = json.loads(self.sizes)
         return self._replace(sizes=_to_text(0, 0, *((*part[:-2], 0, 0) for part in parts)))
 

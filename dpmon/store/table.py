@@ -73,7 +73,7 @@ class StoreTable(Generic[RowT]):
 
     @property
     def has_seq(self) -> bool:
-        """Whether its rows have the column `seq`."""
+        """Whether the table has the column `seq`."""
         return self.sent == CHANGING
 
     @cached_property

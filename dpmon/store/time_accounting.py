@@ -41,8 +41,8 @@ _LONG_NS = 600 * SECOND
 _MIN_STARTUP_WAIT_NS = 10 * SECOND
 """A process's first step is start-up if it waits at least this long for its first batch or for other ranks."""
 _SLOW_RATIO, _MIN_EXCESS_NS = 4, SECOND // 2
-"""One of the first steps of a kind is slow if it takes at least so many times as long as a later one of them, and at
-least so much longer (ns)."""
+"""One of the first steps of a kind is slow if it takes at least _SLOW_RATIO times as long as a later one of them, and
+at least _MIN_EXCESS_NS longer."""
 _EXCLUDED_ACTIVITIES = {STALLED: "stalled", STARTUP: "startup"}
 """The activity of a step that statistics exclude, by the step's flag."""
 

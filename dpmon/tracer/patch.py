@@ -160,7 +160,7 @@ def install() -> None:
     roots.watch()
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
-    resets = [part.reset for part in (flops, *parts, walker, profiler, compiles, syncs, checks, responder)]
+    resets = [part.reset for part in (flops, *parts, walker, profiler, syncs, checks, responder)]
     _install_exit_hooks(session, recorder, roots, memory, losses, collectives, loaders, responder, resets)
     atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again

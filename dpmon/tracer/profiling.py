@@ -20,7 +20,7 @@ from dpmon.tracer.steps.span_recorder import SpanRecorder
 CHECK_NS = 500_000_000
 """Interval between checks for a request."""
 MAX_OPERATORS = 12
-"""Most operators in a record."""
+"""Maximum number of operators in a record."""
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _profiler: Any = torch.autograd.profiler
 
@@ -62,20 +62,21 @@ class StepProfiler:
         self._session.record_event("profile", "last", step=None, request=self._request, **data)
 
     def _begin(self) -> None:
-        if _profiler._is_profiler_enabled or "ProfilerStep" in _profiler.KinetoStepTracker._step_dict:
-            self._record(refused="the script uses torch.profiler itself")
-            return
-        os.putenv(_LOG_LEVEL, os.environ.get(_LOG_LEVEL, "6"))  # else Kineto prints lines when it starts first
+        refusal = "torch.profiler failed: see the warnings"
+        os.putenv(_LOG_LEVEL, os.environ.get(_LOG_LEVEL, "6"))  # otherwise Kineto prints lines when it first starts
         with self._session.guard("profile", fatal=False):
-            config = _profiler._ExperimentalConfig(profile_all_threads=True)  # those of replicas, too
-            device = "cuda" if is_cuda_initialized() else None
-            profile = _profiler.profile(use_device=device, use_kineto=True, experimental_config=config)
-            self._recorder.profile = profile.__enter__()
-            _profiler._is_profiler_enabled = self  # true; a profiler of the script replaces it by True or False
+            if _profiler._is_profiler_enabled or "ProfilerStep" in _profiler.KinetoStepTracker._step_dict:
+                refusal = "the script uses torch.profiler itself"
+            else:
+                config = _profiler._ExperimentalConfig(profile_all_threads=True)  # those of replicas, too
+                device = "cuda" if is_cuda_initialized() else None
+                profile = _profiler.profile(use_device=device, use_kineto=True, experimental_config=config)
+                self._recorder.profile = profile.__enter__()
+                _profiler._is_profiler_enabled = self  # true; a profiler of the script replaces it by True or False
         if _LOG_LEVEL not in os.environ:
             os.unsetenv(_LOG_LEVEL)
         if self._recorder.profile is None:
-            self._record(refused="torch.profiler failed: see the warnings")
+            self._record(refused=refusal)
 
     def end(self) -> None:
         """End the profile, if there is one, and record it."""
@@ -97,14 +98,14 @@ class StepProfiler:
 
 
 def find_top_operators(events: list[Any]) -> list[dict[str, object]]:
-    """Return the operators with most time (ms) of their own, on the host or the device, with their number of calls."""
+    """Return the operators with the most self time (ms) on the host or a device, with their numbers of calls."""
     own_ns, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     callers_by_thread: dict[int, list[tuple[int, tuple[str, str]]]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
         on = "host" if event.device_type() == _profiler.DeviceType.CPU else "device"
         if event.is_async() or (on == "device" and event.is_user_annotation()):  # it spans others, but runs nothing
             continue
-        operator, ns = (on, shorten_name(event.name())), event.duration_ns()
+        operator, ns = (on, event.name()), event.duration_ns()
         own_ns[operator] += ns
         calls[operator] += 1
         if on == "host":
@@ -115,6 +116,6 @@ def find_top_operators(events: list[Any]) -> list[dict[str, object]]:
                 own_ns[caller] -= ns
             callers.append((event.start_ns() + ns, operator))
     return [
-        {"on": on, "name": name, "calls": calls[on, name], "ms": ns / 1e6}
+        {"on": on, "name": shorten_name(name), "calls": calls[on, name], "ms": ns / 1e6}
         for (on, name), ns in own_ns.most_common(MAX_OPERATORS)
     ]

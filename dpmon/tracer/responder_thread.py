@@ -3,7 +3,8 @@
 While there is no progress, it writes once per second into the ring how many collectives this process has started in
 each process group. On request, it writes the stacks of all Python threads to a file. It needs the GIL, so it cannot
 reply while C code holds the GIL. While the training makes progress, it allocates no objects: otherwise, the cyclic
-garbage collector could run on it, and with it finalizers of the script. It has a slow loader sampled.
+garbage collector could run on it, and with it finalizers of the script. It starts another thread to sample a
+slow loader.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GROUPS_INTERVAL_POLLS = 4
 MIN_IDLE_NS = 2_000_000_000
 """They are read only if the training thread has begun no span for this long."""
 MIN_DATA_SHARE, DATA_POLLS, LOADER_INTERVAL_POLLS = 0.2, 80, 720
-"""A loader is sampled if this share of about the last DATA_POLLS polls (20 s) came in a fetch, at most every 3 min."""
+"""A loader is sampled if this share of about the last DATA_POLLS polls (20 s) fell in a fetch, at most every 3 min."""
 MAX_END_WAIT_S = 0.5
 """Longest wait for the end of the thread."""
 

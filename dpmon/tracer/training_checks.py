@@ -14,14 +14,15 @@ from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.losses import LossTracer, unreadable_reason
 
 MIN_GAP_NS, MAX_NAMES = 30_000_000_000, 8
+"""Shortest time between later looks; maximum number of listed names, and of parameters whose values are read."""
 _NORM_DIMENSIONS: dict[type, int] = {torch.nn.BatchNorm1d: 3, torch.nn.BatchNorm2d: 4, torch.nn.BatchNorm3d: 5}
-"""Dimensions of inputs with several positions in each row. SyncBatchNorm uses the rows of all ranks."""
+"""Number of dimensions of inputs with several positions per row: torch accepts a single row only for them."""
 
 _WITH_MODES = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd
 
 
 class TrainingChecks:
-    """The looks at one process's training."""
+    """The checks of one process's training."""
 
     def __init__(self, session: Session, roots: RootFinder, losses: LossTracer) -> None:
         self._session, self._roots, self._losses = session, roots, losses
@@ -50,16 +51,18 @@ class TrainingChecks:
     def _look(self, optimizer: Any, update: int) -> None:
         """Record an optimizer and the models that it trains."""
         trained = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad]
+        trained_ids = {id(value) for value in trained}
         names, models, shapes = dict[int, str](), dict[str, Any](), list[Any]()
         for module in list(self._roots.call_tracer.traced_modules.modules_by_id.values()):
             model = module_tables.unwrap_module(module.module_ref())
             own_names = module_tables.names_of_parameters(model)
-            if any(id(value) in own_names and id(value) not in names for value in trained):
+            if any(key in trained_ids and key not in names for key in own_names):
                 models[module.model_name] = model
                 caches = [inputs for inputs, _ in module.replica_caches] or [module.input_cache]
                 if len(caches) > 1 or (self._session.world_size or 1) > 1:
                     shapes += [cache.shape or () for cache in caches]
-            names = own_names | names
+            for key, name in own_names.items():
+                names.setdefault(key, name)
         bare = [names.get(id(value), "") for value in trained if value.grad is None and value not in optimizer.state]
         rates = [group.get("lr") for group in optimizer.param_groups]
         parts: list[Any] = [part for model in models.values() for part in module_tables.modules_of(model)]
@@ -88,7 +91,8 @@ class TrainingChecks:
             read = {"weights": values[: len(weights)], "losses": values[len(weights) :]}
             self._session.record_event("check", None, **facts, **read)
 
-        self._losses.read_values(weights + losses, record)
+        if not self._losses.read_values(weights + losses, record):
+            record()
 
 
 def _depends_on_mode(part: Any) -> bool:

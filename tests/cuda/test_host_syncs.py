@@ -21,11 +21,20 @@ from torch import nn
 tracer = sys.modules.get("dpmon.tracer.steps.host_syncs")
 if tracer is not None:
     tracer.INTERVAL_NS = tracer.MIN_WAIT_NS = 0
+
+class Known(torch.Tensor):
+    known = {torch.Tensor.tolist}  # looked up by value, as torch.overrides recommends
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func in cls.known and func is torch.Tensor.tolist, func
+        return super().__torch_function__(func, types, args, kwargs)
+
 before = {name: vars(torch.Tensor).get(name) for name in dir(torch.Tensor)}, torch.cuda.synchronize
 model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 rows = torch.ones(8, 16, device="cuda")
-total, on_host = 0.0, torch.ones(3)
+total, on_host = 0.0, torch.ones(3).as_subclass(Known)
 for step in range(60):
     optimizer.zero_grad()
     loss = model(rows).sum()

@@ -111,8 +111,9 @@ def test_a_profiler_that_the_script_starts_meanwhile_works(tmp_path: Path) -> No
     assert ends(run)[0]["refused"] == "the script started torch.profiler itself"
 
 
-def test_a_profiler_that_fails_does_not_disturb_the_script(tmp_path: Path) -> None:
-    begin = f"{ASK}\nfrom torch.autograd import profiler; profiler.profile = None"
+@pytest.mark.parametrize("name", ["profile", "KinetoStepTracker"])
+def test_a_profiler_that_fails_does_not_disturb_the_script(tmp_path: Path, name: str) -> None:
+    begin = f"{ASK}\nfrom torch.autograd import profiler; profiler.{name} = None"
     run = TracedScript(tmp_path, script_text(asking(), begin), 200, mode="script").end()
     assert (run.status, run.err) == (0, "")
     assert [end["refused"] for end in ends(run)] == ["torch.profiler failed: see the warnings"]

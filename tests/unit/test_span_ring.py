@@ -233,6 +233,11 @@ def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader
     assert reader.pause_requests() == (ended, asked)
 
 
+def test_the_number_of_a_request_to_profile_wraps(ring: SpanRing, reader: SpanReader) -> None:
+    ring.words[HeaderWord.PROFILE] = (1 << 64) - 1
+    assert [reader.request_profile(3), reader.request_profile(0)] == [3, 1 << 16]
+
+
 # ------------------------------------------------------------------------------------------------ foreign files
 
 

@@ -23,7 +23,7 @@ def find_wrong_training(run: RunAnalysis) -> Iterator[Finding]:
     by_optimizer, by_update = defaultdict[Any, list[Any]](list), defaultdict[int, dict[Any, Any]](dict)
     for look in (event.data for event in read_events(run.store, "check", limit=MAX_CHECKS)):
         by_optimizer[look["process"], look["optimizer_class"], " and ".join(look["roots"])].append(look)
-        if None not in look["weights"]:  # NaN
+        if look["weights"] and None not in look["weights"]:  # NaN
             by_update[look["update"]][look["rank"]] = look
     yield from _find_constant_losses(run)
     yield from _compare_ranks(run, [by_rank for _, by_rank in sorted(by_update.items())])

@@ -114,7 +114,7 @@ class RootFinder:
         """Whether roots that this watch finds may have been called before it began."""
         self._late_warnings = 0
         self.synced_names: list[str] | None = None
-        """Names of the parameters by their number in the DistributedDataParallel; empty for several, None without."""
+        """Names of parameters by their index in the only DistributedDataParallel; empty for several, None for none."""
         self.on_new_module: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 

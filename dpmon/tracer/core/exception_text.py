@@ -19,7 +19,7 @@ _SAFE_TYPES = (str, bytes, int, float, bool, type(None))
 """Types of arguments that only Python's own code prints."""
 _TRACEBACK_LINE = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})(?:, in (.+))?', re.MULTILINE)
 _UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: (\d[\d ]*)")
-"""Numbers in an error of DistributedDataParallel. With TORCH_DISTRIBUTED_DEBUG, it has names instead."""
+"""Indices in an error of DistributedDataParallel. With TORCH_DISTRIBUTED_DEBUG, the error has names instead."""
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
 """Maximum length of a file name in a note."""
@@ -55,7 +55,7 @@ def one_line_text(error: BaseException | str) -> str:
 def describe_uncaught(rank: int | None, worker: str | None = None, synced_names: Sequence[str] = ()) -> str | None:
     """Return the entry of endings.log for this process's uncaught exception: class name, then JSON; None without it.
 
-    `synced_names`: of the parameters, by their number in the DistributedDataParallel.
+    `worker`: how a worker of a loader was killed. `synced_names`: names of parameters by their index in the wrapper.
     """
     exception_class = getattr(sys, "last_type", None)
     if exception_class is None:

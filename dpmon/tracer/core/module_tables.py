@@ -103,7 +103,7 @@ def tensors_of(root: object, table: str) -> Iterator[Any]:
 
 
 def names_of_parameters(root: object) -> dict[int, str]:
-    """Return the path of each parameter that requires a gradient, by its id, in torch's order; of several, one."""
+    """Return the first path of each parameter that requires a gradient, by its id, in torch's order."""
     names, paths = dict[int, str](), {id(root): ""}
     for module in modules_of(root):
         for name, child in (_read_table(module, MODULES) or {}).items():

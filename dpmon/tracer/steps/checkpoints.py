@@ -17,7 +17,7 @@ from dpmon.tracer.steps.span_recorder import SpanRecorder
 _FUNCTIONS = ("torch.save", "torch.distributed.checkpoint.save", "safetensors.torch.serialize_file")
 """The functions that save. The save_file and save_model of safetensors look up serialize_file whenever they run."""
 POLL_NS, MIN_SAVE_NS = 1_000_000_000, 10_000_000
-"""Shorter saves are not recorded, so that one in every step does not fill the record."""
+"""Interval between searches for new imports. Shorter saves are not recorded: a script may save in every step."""
 
 
 class CheckpointTracer:
@@ -28,7 +28,7 @@ class CheckpointTracer:
         self._guard = recorder.session.guard("checkpoint", fatal=False)
         self._missing = set(_FUNCTIONS)
         self._depth = 0
-        """Number of saves that the training thread is in: torch.distributed.checkpoint calls torch.save."""
+        """Depth of nested saves on the training thread: torch.distributed.checkpoint calls torch.save."""
         self.poll(0)
 
     def poll(self, now: int) -> int:
@@ -68,7 +68,7 @@ class CheckpointTracer:
 
 
 def _measure(result: Any, targets: list[Any]) -> dict[str, Any]:
-    """Return size and type of file system of what was saved. `targets`: arguments, of which one is or has the path.
+    """Return the size of a save and the type of its file system. `targets`: arguments; one of them is or has the path.
 
     `result`: torch.distributed.checkpoint returns the lengths of the parts of all ranks.
     """

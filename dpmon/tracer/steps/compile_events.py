@@ -11,7 +11,7 @@ from dpmon.record.shared_names import innermost_script_line, shorten_name
 from dpmon.tracer.core.session import Session
 
 POLL_NS, GROWTH, MAX_LINES = 1_000_000_000, 1.1, 8
-"""Interval of looks; least ratio of compilations between events; most lines in a list of an event."""
+"""Interval between polls; smallest growth between two records; maximum number of lines in a list."""
 _GUARD = re.compile(r"^\d+/\d+: (.*?)(?:  #|\n|$)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -21,14 +21,10 @@ class CompileReader:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.reset()
-
-    def reset(self) -> None:
-        """Set the initial state, also in a forked child."""
         self._due_ns = self._recorded_count = 0
 
     def poll(self, now: int) -> int:
-        """Record what was compiled if there is a tenth more. Return when to call again (monotonic ns)."""
+        """Record what was compiled if there is at least a tenth more. Return when to call again (monotonic ns)."""
         if now >= self._due_ns and self._session.ring is not None:
             self._due_ns = now + POLL_NS
             with self._session.hidden("compilations"):
@@ -55,7 +51,7 @@ def _read(utils: Any) -> dict[str, Any]:
         if match is not None:
             lines = [(entry.co_filename, entry.co_firstlineno), *_FRAME.findall(entry.recompile_reason)]
             place, guard = innermost_script_line(lines) or entry.co_name, shorten_name(match[1].rstrip())
-            form = re.sub(r"\d+", "0", guard)  # that of the same guard with other numbers
+            form = re.sub(r"\d+", "0", guard)  # equal for guards that differ only in numbers
             counts[place, form] += 1
             guards[place, form] = guard
     return {

@@ -70,7 +70,7 @@ class CopyTracer:
                 raise
 
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
-        return _Method(original, method, recorder)
+        return TracedMethod(original, method, recorder)
 
     def _target_gpu(
         self, tensor: Any, find_device: _DeviceFinder, args: tuple[object, ...], kwargs: dict[str, object]
@@ -98,8 +98,8 @@ class CopyTracer:
             return -1
 
 
-class _Method:
-    """The replacement for a C method of torch.Tensor. It is a descriptor as the original is: torch.compile checks that.
+class TracedMethod:
+    """The replacement for a method of torch.Tensor. It is a descriptor as the original is: torch.compile checks that.
 
     It equals the original, so that it is found in tables that were made before the replacement.
     """

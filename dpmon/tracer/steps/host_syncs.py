@@ -1,4 +1,4 @@
-"""Finds the lines of the script that wait for a GPU: in a step now and then, the functions that wait are wrapped."""
+"""Finds the lines of the script that wait for a GPU, by wrapping the functions that wait during a sampled step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import torch
 from dpmon.record.shared_names import innermost_script_line
 from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
 from dpmon.tracer.core.session import Session
+from dpmon.tracer.steps.copies import TracedMethod
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 _CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__repr__", "__format__")
 _METHODS = ("item", "cpu", "tolist", "nonzero", *_CONVERSIONS)
 WAITING = (*((torch.Tensor, name) for name in _METHODS), (torch, "nonzero"), (torch.cuda, "synchronize"))
 MIN_WAIT_NS, INTERVAL_NS, MAX_WAITS = 50_000, 3_000_000_000, 256
-"""Shortest call that counts; shortest time between samples, which varies up to threefold, so that a line that waits in
-every hundredth step is not in each sample; most calls in a sample."""
+"""Shortest call that counts; shortest time between the first samples; maximum number of calls in a sample. The time
+varies up to threefold, so that a line that waits in every hundredth step is not in each sample."""
+MAX_SLOWDOWN = 10
+"""Later samples are rarer, up to this factor: a file of lines has room for a week of them, and for other events."""
 
 
 class HostSyncSampler:
@@ -31,13 +34,13 @@ class HostSyncSampler:
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session, self._recorder, self._random = session, recorder, Random()
         self._originals: list[tuple[Any, str, Any]] = []
-        """During a sample: what was replaced; None for an attribute that was not there."""
+        """During a sample: owner, name and value of each replaced attribute; None if the owner inherited it."""
         self.reset()
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._restore()
-        self._due_ns = self._start_ns = self._first_step = self._thread = 0
+        self._due_ns = self._start_ns = self._first_step = self._thread = self._samples = 0
         self._waits: list[tuple[int, int, str]] = []
         """Start and duration (ns) of each call, and its line."""
 
@@ -46,22 +49,29 @@ class HostSyncSampler:
         updates = self._recorder.optimizer_steps
         if now < self._due_ns or (self._originals and updates == self._first_step):
             return self._due_ns
-        self._due_ns = now + int(INTERVAL_NS * self._random.uniform(1, 3))
+        slowdown = min(1 + self._samples / 8, MAX_SLOWDOWN)
+        self._due_ns = now + int(INTERVAL_NS * self._random.uniform(1, 3) * slowdown)
+        # Once torch.compile has compiled anything, it could compile again if functions are replaced.
+        dynamo_counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
         with self._session.hidden("waits for the GPU"):
             if self._originals:
                 self._restore()
+                self._samples += 1
                 lines = Counter[str]()
                 for _, duration_ns, line in self._waits:
                     lines[line] += duration_ns
                 self._session.record_event("host_syncs", wall_ms=(now - self._start_ns) / 1e6, lines=lines)
-            elif updates and self._recorder.device_timer is not None and not _is_compiling():
+            elif updates and self._recorder.device_timer is not None and not dynamo_counters.get("frames"):
                 self._waits, self._start_ns, self._first_step, self._thread = [], now, updates, get_ident()
                 self._due_ns = 0
                 guard = self._session.guard("waits for the GPU", fatal=False)
                 for owner, name in WAITING:
                     original = getattr(owner, name)
                     self._originals.append((owner, name, vars(owner).get(name)))
-                    setattr(owner, name, wrap_rare_function(original, guard, partial(self._note, name)))
+                    wrapper: Any = wrap_rare_function(original, guard, partial(self._note, name))
+                    if owner is torch.Tensor:  # a subclass may look its methods up in a table
+                        wrapper = TracedMethod(original, wrapper, self._recorder)
+                    setattr(owner, name, wrapper)
         return self._due_ns
 
     def _restore(self) -> None:
@@ -87,9 +97,3 @@ class HostSyncSampler:
             self._waits.pop()
         if line is not None:
             self._waits.append((start_ns, duration_ns, f"{line} `{function}`"))
-
-
-def _is_compiling() -> bool:
-    """Return whether torch.compile has compiled anything: it could compile again if functions are replaced."""
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    return bool(counters.get("frames"))

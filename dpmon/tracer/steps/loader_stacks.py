@@ -1,11 +1,12 @@
 """Samples the lines in which a loader makes its batches, in the training process and in the loader's workers.
 
 A sample is the innermost line of the script below torch's fetch of a batch. A worker that waits for its next task, or
-for room in its queue, makes none. It has no ring: a file of the training process asks it, and takes its samples.
+for room in its queue, makes none. It has no ring: once the training process creates a file, it appends its samples.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import Counter
@@ -23,11 +24,12 @@ from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import write_file
 
 SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 30.0, 0.03, 0.25, 2.0, 50
-"""Time of all samples, between two (mean), between a worker's looks for the file, for replies; most lines recorded."""
+"""Duration of sampling; mean time between samples, and time between a worker's searches for the file; wait for workers;
+maximum number of lines in a record."""
 
 
 def record_loader_lines(session: Session) -> None:
-    """Take samples in this process and its workers, and record them."""
+    """Sample this process and its workers, and record the lines."""
     path = os.path.join(session.config.directory, f"loader-{os.getpid()}.samples")
     with session.guard("samples of the loader", fatal=False):
         write_file("", path, b"", os.O_TRUNC)
@@ -53,7 +55,7 @@ def reply_in_worker(session: Session) -> None:
 
 
 def _append_samples(path: str) -> None:
-    """Take samples for SAMPLE_S, and append their number by line to a file unless it is gone."""
+    """Take samples for SAMPLE_S, and append the number of samples by line to a file, if it exists."""
     random, lines, due_s = Random(), Counter[str](), monotonic()  # the script's random numbers stay the same
     end_s = due_s + SAMPLE_S
     while due_s < end_s:
@@ -61,7 +63,13 @@ def _append_samples(path: str) -> None:
         due_s = max(due_s + random.expovariate(1 / INTERVAL_S), monotonic() - 3 * INTERVAL_S)
         if (wait_s := due_s - monotonic()) > 0:
             sleep(wait_s)
-        lines.update(filter(None, map(_find_line, _current_frames().values())))
+        is_collecting = gc.isenabled()
+        gc.disable()  # a collection would run finalizers of the script on this thread
+        try:
+            lines.update(filter(None, map(_find_line, _current_frames().values())))
+        finally:
+            if is_collecting:
+                gc.enable()
     with suppress(FileNotFoundError), open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb", 0) as file:
         file.write(json.dumps(lines).encode() + b"\n")
 

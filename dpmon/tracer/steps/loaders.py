@@ -100,7 +100,7 @@ class LoaderTracer:
         return loop
 
     def describe_killed_worker(self) -> str | None:
-        """Return which signal ended a worker of a running loop, and the peak memory of all ended children; or None."""
+        """Return which signal killed a worker of a running loop, and the peak memory of ended children; or None."""
         for _, _, reference in self._recorder.loops.values():
             iterator: Any = reference()  # type: ignore[operator]
             for worker in getattr(iterator, "_workers", ()):

@@ -209,7 +209,7 @@ class LossTracer:
             self.end_update()
 
     def losses_of_update(self) -> list[torch.Tensor]:
-        """Return the loss of the last pass since the last update, of each line, if it can be read."""
+        """Return the loss of each line's last pass since the last update, if it can be read."""
         losses = [caller.losses[-1] for caller in self._callers.values() if caller.losses]
         return [loss for loss in losses if unreadable_reason(loss) is None]
 

@@ -60,7 +60,7 @@ def status(options: argparse.Namespace) -> int:
     health, members = read_run_status(directory)
     lines = _status_lines(health, members)
     if options.explain:
-        members["explanation"] = lines = explain_run(directory)
+        members["explanation"] = lines = explain_run(directory, health, members)
     if options.json:
         print(to_safe_json(members, indent=1))
     else:
@@ -68,9 +68,11 @@ def status(options: argparse.Namespace) -> int:
     return health.exit_status if wait_status is None else wait_status
 
 
-def explain_run(directory: Path) -> list[str]:
-    """Return what is known of a run in at most MAX_EXPLANATION lines: facts, speed, findings, and commands to try."""
-    health, members = read_run_status(directory)
+def explain_run(directory: Path, health: Health, members: dict[str, Any]) -> list[str]:
+    """Return what is known of a run in at most MAX_EXPLANATION lines: facts, speed, findings, and commands to try.
+
+    `health`, `members`: from `read_run_status`.
+    """
     headline, *lines = _status_lines(health, {**members, "findings": []})
     with suppress(RunError), open_report_data(directory) as report:
         times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)

@@ -22,7 +22,7 @@ def sampled(*samples: dict[str, int], util: float | None = 60.0) -> RunAnalysis:
     usage = () if util is None else (device_usage(of_run=True, util=array("d", [util] * 30)),)
     return with_changes(
         HEALTHY_RUN,
-        memory_events={"growth": [], "host": [], "exit": [], "host_syncs": events},
+        memory_events={**HEALTHY_RUN.memory_events, "host_syncs": events},
         time_by_activity={"training": 100 * SECOND},
         device_usage=usage,
     )

@@ -165,7 +165,7 @@ class CallLayouts:
         """How the run's ranks trained one model together; None if they did not."""
 
     def usual_input_share(self, process: int) -> float:
-        """Return the share of training calls with the most frequent inputs of their layout (0 to 1); 1 without calls."""
+        """Return the share of training calls with the most frequent inputs of their layout (0 to 1); 1 if none."""
         counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for shape, _ in self._shapes:
             if shape.process == process and step_kind(shape.kind) == self.main_kind:

@@ -73,7 +73,7 @@ def explain_run(directory: Path, health: Health, members: dict[str, Any]) -> lis
 
     `health`, `members`: from `read_run_status`.
     """
-    headline, *lines = _status_lines(health, {**members, "findings": []})
+    headline, *lines = _status_lines(health, members, shows_findings=False)
     with suppress(RunError), open_report_data(directory) as report:
         times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)
         command = f"command: {' '.join(report.run_info.command)}"
@@ -164,7 +164,7 @@ def _headline(health: Health, members: dict[str, Any]) -> str:
     return sanitize_line(f"{members['name']}  {health.sentence(members['t_s'])}")
 
 
-def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
+def _status_lines(health: Health, members: dict[str, Any], *, shows_findings: bool = True) -> list[str]:
     """Return about ten lines for people."""
     lines = [_headline(health, members)]
     is_halted = members["stall"] is not None or health.state == QUIET  # then the first line gives the duration
@@ -188,7 +188,8 @@ def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
     straggler = (members.get("communication") or {}).get("straggler")
     if straggler and not any(finding["kind"] == "straggler" for finding in members["findings"]):
         lines.append(straggler["sentence"])
-    lines += [finding["text"] for finding in members["findings"] if finding["kind"] not in hidden_kinds]
+    findings = members["findings"] if shows_findings else ()
+    lines += [finding["text"] for finding in findings if finding["kind"] not in hidden_kinds]
     devices, node_text = members["devices"], _node_suffix(members)
     for device in devices if len(devices) <= MAX_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']}%"

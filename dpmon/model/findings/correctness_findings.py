@@ -19,7 +19,10 @@ _DDP_OPERATIONS = {"all_reduce", "broadcast"}
 
 
 def find_wrong_training(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding for each problem that the newest looks show, of the first process that has it."""
+    """Yield a finding for each problem that the newest looks show, of the first process that has it.
+
+    Its text stays the same while the problem lasts: without a screen, each text is printed once.
+    """
     by_optimizer, by_update = defaultdict[Any, list[Any]](list), defaultdict[int, dict[Any, Any]](dict)
     for look in (event.data for event in read_events(run.store, "check", limit=MAX_CHECKS)):
         by_optimizer[look["process"], look["optimizer_class"], " and ".join(look["roots"])].append(look)
@@ -80,9 +83,9 @@ def _compare_ranks(run: RunAnalysis, updates: list[dict[Any, Any]]) -> Iterator[
         return
     ground, sums = f"at {MIN_LOOKS} looks at {len(ranks)} ranks after equal updates", communication.collectives
     if is_apart and not (communication.synced or communication.unsynced):
-        text = f"Nothing averages the gradients: weights of the ranks differ by up to {100 * gaps[-1]:.2g}%."
-        ground += "; no backward pass began at a DistributedDataParallel"
-        yield Finding(KIND, text, ground, "calling the DistributedDataParallel in the loop, not its .module", 1.0)
+        text = "Nothing averages the gradients: the weights of the ranks differ."
+        by = f"by up to {100 * gaps[-1]:.2g}% {ground}; no backward pass began at a DistributedDataParallel"
+        yield Finding(KIND, text, by, "calling the DistributedDataParallel in the loop, not its .module", 1.0)
     is_own = bool(sums.own or {operation.name for operation in sums.operations} - _DDP_OPERATIONS)
     if has_equal_data and sums.samples and not is_own:
         text = "All ranks train on the same data: their losses and weights are equal."

@@ -867,7 +867,7 @@ class RunAnalysis(LazyFacts):
 
     @cached_property
     def other_process_modes(self) -> tuple[StepStats, ...]:
-        """The same modes by each other process, without `early` and `late`."""
+        """The modes of `modes` in every other process, without `early` and `late`."""
         others = (
             self.mode(stats.mode, process=process)
             for stats in self.modes

@@ -56,6 +56,9 @@ def build_document(report: ReportData) -> Document:
     comparison = run.mode_comparison
     time_sentences = sentences.time_by_activity_sentences(run, run.time_by_activity, has_ended=report.has_ended)
     comparison_sentences = [] if comparison is None else sentences.mode_comparison_sentences(comparison)
+    profile_sentences: list[str] = []
+    for record in run.memory_events["profile"][-1:]:
+        profile_sentences = sentences.profile_sentences(record, report.directory)
     has_replicas = any(replica.mode == "dp" for replica in run.replicas_by_kind)
     record_sentences = (report.directory, f"dpmon attach {name}   dpmon export {name}")
     sections = (
@@ -74,7 +77,7 @@ def build_document(report: ReportData) -> Document:
         Section("Communication", _communication_tables(run)),
         Section("dp vs. single", _paragraphs(comparison_sentences)),
         Section("Devices", [*_device_parts(run), *plots.get("use", ()), *plots.get("memory", ())]),
-        Section("Profile", _profile_parts(report)),
+        Section("Profile", _paragraphs(profile_sentences)),
         Section("Mode switches", _mode_change_tables(run)),
         Section("Pauses", _pause_tables(report)),
         Section("Warnings", _paragraphs(report.warnings)),
@@ -111,12 +114,6 @@ def _finding_parts(report: ReportData) -> list[Part]:
     if report.findings:
         return [Findings(report.findings), *notes]
     return [Paragraph(no_findings_text(report)), *notes]
-
-
-def _profile_parts(report: ReportData) -> Sequence[Part]:
-    """Return the newest profile; empty if there is none."""
-    records = report.run.memory_events["profile"]
-    return _paragraphs(sentences.profile_sentences(records[-1], report.directory)) if records else []
 
 
 def no_findings_text(report: ReportData) -> str:

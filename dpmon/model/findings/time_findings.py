@@ -412,12 +412,14 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
 
 def _longest_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
     """Return the longest steps of a process in a mode, the longest first, but not those that mostly wait or save."""
+    steps = [
+        step for step in run.longest_steps[:MAX_LONG_STEPS] if (step.process, step.mode) == (stats.process, stats.mode)
+    ]
+    if not steps:  # as for most of many ranks: the records below are those of all ranks
+        return []
     waits = [*run.announced.input_waits(stats.process), *run.announced.saves(stats.process)]
     return [
-        step
-        for step in run.longest_steps[:MAX_LONG_STEPS]
-        if (step.process, step.mode) == (stats.process, stats.mode)
-        and 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) <= step.wall_ns
+        step for step in steps if 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) <= step.wall_ns
     ]
 
 

@@ -69,10 +69,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def explain_run(directory: Path, health: Health, members: dict[str, Any]) -> list[str]:
-    """Return what is known of a run in at most MAX_EXPLANATION lines: facts, speed, findings, and commands to try.
-
-    `health`, `members`: from `read_run_status`.
-    """
+    """Return a description of a run in at most MAX_EXPLANATION lines. `health`, `members`: from `read_run_status`."""
     headline, *lines = _status_lines(health, members, shows_findings=False)
     with suppress(RunError), open_report_data(directory) as report:
         times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)

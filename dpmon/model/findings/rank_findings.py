@@ -69,10 +69,9 @@ def _saved_s(communication: Communication, ns_per_step: float | None, run: RunAn
     """Return the elapsed time (s) that all steps of a rank save; None if it is unknown. Ranks step together."""
     if ns_per_step is None or run is None:
         return None
-    seconds = ns_per_step * run.steps / SECOND
-    if communication.unit == "update":  # the means are per update
-        seconds *= communication.tally.updates / communication.tally.steps
-    return seconds
+    tally = communication.tally
+    updates_per_step = tally.updates / tally.steps if communication.unit == "update" else 1  # the means are per update
+    return ns_per_step * run.steps * updates_per_step / SECOND
 
 
 def _has_enough_waits(communication: Communication) -> bool:

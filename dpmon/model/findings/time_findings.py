@@ -392,7 +392,7 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
         )
     else:
         text = f"one step took {format_long_duration(long_ns)}, {format_ratio(long_ns, median_ns)} the median."
-    phase = _longest_phase(worst)
+    phase = max(worst.phases, key=lambda name: worst.phases[name], default="other")
     advice = _LONG_STEP_ADVICE.get(phase, _LONG_STEP_ADVICE["other"])
     if phase == "backward" and run.names:
         advice += ", or a rank that the others waited for"
@@ -431,10 +431,6 @@ def _long_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
     return [step for step in _longest_steps(stats, run) if step.wall_ns >= least_ns]
 
 
-def _longest_phase(step: StepRow) -> str:
-    return max(step.phases, key=lambda name: step.phases[name], default="other")
-
-
 def _spread_ratio(stats: StepStats) -> float:
     return (stats.p95_ns or 0.0) / stats.median_ns if stats.median_ns else 0.0
 
@@ -447,21 +443,16 @@ def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
         if (stats.p95_ns or 0) < MIN_SPREAD_P95_NS or is_input_wait:
             continue
         share, phase = max(((phase.share or 0.0, phase.name) for phase in stats.phases), default=(0.0, "none"))
+        sizes = "batches of similar size; " if has_varied_inputs(run, stats.process) else ""
         yield Finding(
             "spread",
             f"Step times{rank_suffix(stats)} vary widely{mode_suffix(stats, run)}: 1 in 20 steps takes at least"
             f" {format_ratio(stats.p95_ns, stats.median_ns)} the median.",
             f"median {format_long_duration(stats.median_ns)}, p95 {format_long_duration(stats.p95_ns)} over"
             f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes {format_percent(share)} of step time",
-            _spread_advice(run, stats.process, phase),
+            busy_cores_advice(run) or f"{sizes}the longest steps show what {phase} waited for",
             0.3,
         )
-
-
-def _spread_advice(run: RunAnalysis, process: int, phase: str) -> str:
-    """Return advice for step times of a process that vary widely. `phase`: the phase that takes most of the time."""
-    sizes = "batches of similar size; " if has_varied_inputs(run, process) else ""
-    return busy_cores_advice(run) or f"{sizes}the longest steps show what {phase} waited for"
 
 
 # ------------------------------------------------------------------------------------------------ outside the steps

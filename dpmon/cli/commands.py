@@ -46,6 +46,7 @@ WIDTH_NO_TERMINAL, MAX_WIDTH = 80, 120
 """Width of a report without a terminal, and its largest width on a terminal."""
 _LAST_OUTPUT_BYTES = 4096
 PROFILE_WAIT_S = 60.0
+"""Longest wait of `profile` for its steps."""
 LIST_HEADERS = ("NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND")
 """The columns of `ls`."""
 _MIN_COMMAND_CELLS = 12
@@ -149,33 +150,33 @@ def profile(options: argparse.Namespace) -> int:
     """Let a rank profile some steps; print its trace and its top operators. RunError if there is no profile."""
     from dpmon.report.health import read_run
     from dpmon.report.sentences import profile_sentences
+    from dpmon.store.events import read_events
 
     directory, rank = find_live_run(options.run), options.rank
     ensure_supervisor(directory)
     with closing(RunReader(directory)) as reader:
         if rank is None:
             rank = getattr(read_run(reader, attrgetter("straggler")), "rank", 0)
-        asked = reader.request_profile(rank, options.steps)
-        name = short_name(reader.info)
+        request, name = reader.request_profile(rank, options.steps), short_name(reader.info)
         if reader.exit_info() is not None:
             raise RunError(f"{name} has ended")
-        if asked is None:
+        if request is None:
             raise RunError(f"{name} has no training process of rank {rank} on this machine")
 
-        def read_reply() -> list[Mapping[str, Any]]:
-            records = read_run(reader, lambda run: run.memory_events["profile"])
-            return [record for record in records if (record["process"], record["request"]) == asked]
+        def read_reply() -> Mapping[str, Any] | None:
+            records = read_run(reader, lambda run: [event.data for event in read_events(run.store, "profile")])
+            return next((record for record in records if (record["process"], record["request"]) == request), None)
 
         wait_until(lambda: read_reply() or reader.exit_info(), PROFILE_WAIT_S, 0.2)
         reader.request_profile(rank, 0)
         failure = {"refused": f"rank {rank} ended no step within {PROFILE_WAIT_S:.0f} s, or the run ended"}
-        record = next(iter(read_reply()), failure)
+        record = read_reply() or failure
     if "refused" in record:
         raise RunError(f"{name} was not profiled: {record['refused']}")
     if options.json:
         print(to_safe_json(dict(record), indent=1))
     else:
-        print(text_for_stream("\n".join(profile_sentences([record], str(directory))), sys.stdout))
+        print(text_for_stream("\n".join(profile_sentences(record, str(directory))), sys.stdout))
     return 0
 
 

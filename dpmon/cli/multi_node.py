@@ -60,7 +60,7 @@ class RemoteRun(NamedTuple):
 
     @property
     def is_live(self) -> bool:
-        """Whether its command runs, as far as its host knows."""
+        """Whether the command runs, as far as the host knows."""
         return self.run.status is None and self.run.unknown is None and self.run.state not in _ENDED_STATES
 
 

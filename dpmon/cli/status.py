@@ -60,7 +60,7 @@ def status(options: argparse.Namespace) -> int:
     health, members = read_run_status(directory)
     lines = _status_lines(health, members)
     if options.explain:
-        members["explanation"] = lines = explain_run(directory)
+        members["explanation"] = lines = explain_run(directory, health, members)
     if options.json:
         print(to_safe_json(members, indent=1))
     else:
@@ -68,10 +68,9 @@ def status(options: argparse.Namespace) -> int:
     return health.exit_status if wait_status is None else wait_status
 
 
-def explain_run(directory: Path) -> list[str]:
-    """Return what is known of a run in at most MAX_EXPLANATION lines: facts, speed, findings, and commands to try."""
-    health, members = read_run_status(directory)
-    headline, *lines = _status_lines(health, {**members, "findings": []})
+def explain_run(directory: Path, health: Health, members: dict[str, Any]) -> list[str]:
+    """Return a description of a run in at most MAX_EXPLANATION lines. `health`, `members`: from `read_run_status`."""
+    headline, *lines = _status_lines(health, members, shows_findings=False)
     with suppress(RunError), open_report_data(directory) as report:
         times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)
         command = f"command: {' '.join(report.run_info.command)}"
@@ -162,7 +161,7 @@ def _headline(health: Health, members: dict[str, Any]) -> str:
     return sanitize_line(f"{members['name']}  {health.sentence(members['t_s'])}")
 
 
-def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
+def _status_lines(health: Health, members: dict[str, Any], *, shows_findings: bool = True) -> list[str]:
     """Return about ten lines for people."""
     lines = [_headline(health, members)]
     is_halted = members["stall"] is not None or health.state == QUIET  # then the first line gives the duration
@@ -186,7 +185,8 @@ def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
     straggler = (members.get("communication") or {}).get("straggler")
     if straggler and not any(finding["kind"] == "straggler" for finding in members["findings"]):
         lines.append(straggler["sentence"])
-    lines += [finding["text"] for finding in members["findings"] if finding["kind"] not in hidden_kinds]
+    findings = members["findings"] if shows_findings else ()
+    lines += [finding["text"] for finding in findings if finding["kind"] not in hidden_kinds]
     devices, node_text = members["devices"], _node_suffix(members)
     for device in devices if len(devices) <= MAX_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']}%"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dpmon.cli.messages import print_message
-from dpmon.cli.status import explain_run
+from dpmon.cli.status import explain_run, read_run_status
 from dpmon.errors import HistoryError
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.record.shared_names import ELSEWHERE
@@ -44,7 +44,8 @@ def why(options: argparse.Namespace) -> int:
     stalls, sentences = _read_recorded_stalls(directory, exit_info, has_ended)
     explanation: list[str] = []
     if reply is not None and reply.text is None:
-        explanation = explain_run(directory)
+        with suppress(HistoryError):  # what each rank is doing is known without it
+            explanation = explain_run(directory, *read_run_status(directory))
     if options.json:
         members = [{**fields_of(stall, "since_ns", "end_ns", "text"), "ranks": stall.ranks} for stall in stalls]
         ending = {"cause": exit_info and exit_info.cause, "frames": frames, "explanation": explanation}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LATE_S = 3
 _MAX_UNUSED_READS = 32
-"""An answer is forgotten if so many reads did not need it."""
+"""An answer is forgotten after this many reads that did not need it."""
 _Answer = TypeVar("_Answer")
 
 

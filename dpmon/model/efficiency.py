@@ -51,7 +51,7 @@ class Efficiency(NamedTuple):
 
     @property
     def hfu(self) -> float | None:
-        """The same with the FLOPs that are computed again."""
+        """The hardware FLOPs utilization: the MFU, with the FLOPs that are computed again."""
         return None if self.mfu is None else self.mfu * (1 + self.recomputed_share)
 
     @property

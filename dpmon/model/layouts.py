@@ -165,13 +165,13 @@ class CallLayouts:
         """How the run's ranks trained one model together; None if they did not."""
 
     def usual_input_share(self, process: int) -> float:
-        """Return the share of a process's training calls with the most frequent inputs of their layout (0 to 1)."""
+        """Return the share of training calls with the most frequent inputs of their layout (0 to 1); 1 if none."""
         counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for shape, _ in self._shapes:
             if shape.process == process and step_kind(shape.kind) == self.main_kind:
                 counts[shape.layout][shape.inputs] += shape.calls
         usual = sum(max(sizes.values()) for sizes in counts.values())
-        return usual / max(sum(sizes.total() for sizes in counts.values()), 1)
+        return usual / sum(sizes.total() for sizes in counts.values()) if counts else 1.0
 
     def rows(self, process: int, number: int, layout: Layout) -> int | None:
         """Return the rows in a definition of sizes: those of the first tensor in the batch dimension of the layout."""

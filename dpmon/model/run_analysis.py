@@ -104,7 +104,9 @@ MAX_LONG_STEPS = 64
 """Most long steps to read per mode, and to judge in total."""
 MAX_GAPS = 10_000
 MEMORY_EVENTS = 64
-"""Most records of each kind to read for what memory holds; one sample per second."""
+"""Most records of each kind that findings read; one sample of the host per second."""
+_SAMPLES_OF_RANK = 4
+"""Further samples of lines for each rank: a finding needs several of one rank."""
 MAX_EPOCHS = 10_000
 ACTIVE = ("training", "evaluation", "forward_only", "between")
 """The activities in which the training goes on."""
@@ -770,8 +772,11 @@ class RunAnalysis(LazyFacts):
     @cached_property
     def memory_events(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         """The newest records that findings read, by kind: samples of what grows, of the host and so on."""
-        kinds = "growth", "host", "exit", "loader_lines", "compiles", "host_syncs", "profile"
-        return {kind: [event.data for event in read_events(self.store, kind, limit=MEMORY_EVENTS)] for kind in kinds}
+        limits = dict.fromkeys(("growth", "host", "exit", "compiles", "profile"), MEMORY_EVENTS)
+        limits |= dict.fromkeys(("loader_lines", "host_syncs"), MEMORY_EVENTS + _SAMPLES_OF_RANK * len(self._ranks))
+        return {
+            kind: [event.data for event in read_events(self.store, kind, limit=limit)] for kind, limit in limits.items()
+        }
 
     # ------------------------------------------------------------------------------------------ modes
 
@@ -862,7 +867,7 @@ class RunAnalysis(LazyFacts):
 
     @cached_property
     def other_process_modes(self) -> tuple[StepStats, ...]:
-        """The same modes by each other process, without `early` and `late`."""
+        """The modes of `modes` in every other process, without `early` and `late`."""
         others = (
             self.mode(stats.mode, process=process)
             for stats in self.modes

@@ -193,7 +193,7 @@ class Process(LazyFacts):
 
     @cached_property
     def virtual(self) -> bool:
-        """Whether its replicas are virtual."""
+        """Whether the replicas share one device."""
         call = self._last_call_in_mode
         return self._active_mode.virtual if call is None else call.virtual
 

@@ -87,7 +87,7 @@ class RankTimes(NamedTuple):
 
     @property
     def wait_share(self) -> float | None:
-        """The share of step time (0 to 1) that the rank waited."""
+        """Wait of the rank as a share of step time (0 to 1); None if it is unknown."""
         return self.wait_ns / self.step_ns if self.wait_ns is not None and self.step_ns else None
 
 

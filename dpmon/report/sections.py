@@ -56,7 +56,9 @@ def build_document(report: ReportData) -> Document:
     comparison = run.mode_comparison
     time_sentences = sentences.time_by_activity_sentences(run, run.time_by_activity, has_ended=report.has_ended)
     comparison_sentences = [] if comparison is None else sentences.mode_comparison_sentences(comparison)
-    profile_sentences = sentences.profile_sentences(run.memory_events["profile"][-1:], report.directory)
+    profile_sentences: list[str] = []
+    for record in run.memory_events["profile"][-1:]:
+        profile_sentences = sentences.profile_sentences(record, report.directory)
     has_replicas = any(replica.mode == "dp" for replica in run.replicas_by_kind)
     record_sentences = (report.directory, f"dpmon attach {name}   dpmon export {name}")
     sections = (
@@ -115,7 +117,7 @@ def _finding_parts(report: ReportData) -> list[Part]:
 
 
 def no_findings_text(report: ReportData) -> str:
-    """Return what is said in place of findings."""
+    """Return the sentence of a report without findings."""
     if not any(measured_modes(report.run)):
         return _too_few_steps_text(report.run)
     is_problem_said = report.health.exit_status == HAS_FAILED or report.run.announced.stalls

@@ -225,19 +225,16 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     return lines
 
 
-def profile_sentences(records: Sequence[Mapping[str, Any]], directory: str) -> list[str]:
-    """Return the steps and the trace of each profile, and its operators, or why it was refused."""
-    lines = []
-    for record in records:
-        if "refused" in record:
-            lines.append(f"not profiled: {record['refused']}")
-            continue
-        steps = format_count_with_noun(record["steps"], "step")
-        trace = f"{directory}/{record['file']} (open it in ui.perfetto.dev)"
-        lines.append(f"{steps} of process {record['process']} up to step {record['step']}: {trace}")
-        for operator in record["operators"]:
-            took = format_duration(operator["ms"] * 1e6)
-            lines.append(f"{operator['name']} on the {operator['on']}: {took} in {operator['calls']:,} calls")
+def profile_sentences(record: Mapping[str, Any], directory: str) -> list[str]:
+    """Return the steps and the trace of a profile, and its operators; or why there is none."""
+    if "refused" in record:
+        return [f"not profiled: {record['refused']}"]
+    steps = format_count_with_noun(record["steps"], "step")
+    trace = f"{directory}/{record['file']} (open it in ui.perfetto.dev)"
+    lines = [f"{steps} of process {record['process']} up to step {record['step']}: {trace}"]
+    for operator in record["operators"]:
+        took = format_duration(operator["ms"] * 1e6)
+        lines.append(f"{operator['name']} on the {operator['on']}: {took} in {operator['calls']:,} calls")
     return lines
 
 

@@ -114,7 +114,7 @@ class RankActivity(NamedTuple):
 
     @property
     def has_current_stack(self) -> bool:
-        """Whether its stack was requested since it has been at its location."""
+        """Whether the stack was requested since the rank has been at its location."""
         return self.is_over or self.stack is not None or self.why_no_stack is not None
 
     @property

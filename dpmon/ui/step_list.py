@@ -13,7 +13,7 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 
 class StepList(Dialog):
-    """The longest steps, of which arrows choose one. Its result is the end (ns) of that step, as text, or None."""
+    """A list of the longest steps. Its result is the end (ns) of the chosen step, as text, or None."""
 
     preferred_width = 100
     keys = (("arrows", "choose"), ("enter", "go there"), ("esc", "close"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from support.findings_table import check_row
 from support.run_harness import Dpmon
 
 LIMIT_S = 500
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
-PAGE = Path(__file__).parents[2] / "docs" / "what-to-do.md"
-_TABLE = re.compile(r"(?<=\| a finding \| from \| not for \| could save \|\n\|---\|---\|---\|---\|\n)(?:\|.*\n)+")
-_ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 _INSTALLED = Path(sys.executable).with_name("torchrun")
 TORCHRUN = [str(_INSTALLED) if _INSTALLED.exists() else "torch.distributed.run", "--nproc-per-node", "2"]
 if not _INSTALLED.exists():
@@ -220,23 +217,12 @@ def find_cause(dpmon: Dpmon, case: Case, setting: str) -> tuple[str, float | Non
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_is_named(dpmon: Dpmon, name: str) -> None:
-    """With DPMON_GOLDEN=write, the row of the table is written again."""
     case = CASES[name]
     cause = find_cause(dpmon, case, case.wrong)
     assert cause is not None
     sentence, saves_s = cause
-    page = PAGE.read_text(encoding="utf-8")
-    rows = _ROW.findall(_TABLE.search(page)[0])  # type: ignore[index]
-    is_measured = saves_s is not None
-    if os.environ.get("DPMON_GOLDEN") == "write":
-        saved = f"{saves_s:.1f} s" if saves_s is not None else "no seconds"
-        rows = [row for row in rows if not re.fullmatch(case.sentence, row[0])]
-        rows.append((sentence, case.condition, case.silence, saved))
-        text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-        PAGE.write_text(_TABLE.sub(lambda _: text, page), encoding="utf-8")
-    (row,) = [row for row in rows if re.fullmatch(case.sentence, row[0])]
-    assert row[1:3] == (case.condition, case.silence)
-    assert (row[3] != "no seconds") == is_measured
+    seconds = "none to save" if saves_s is None else f"at most {saves_s:.1f} to save"
+    check_row(case.sentence, sentence, case.condition, case.silence, seconds)
 
 
 @pytest.mark.parametrize("name", CASES)

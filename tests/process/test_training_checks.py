@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +12,11 @@ import pytest
 
 from dpmon.model.findings.correctness_findings import find_wrong_training
 from dpmon.store.events import event_to_json
+from support.findings_table import check_row
 from support.history_builders import HEALTHY_STORE, run_analysis_with
 from support.run_harness import Dpmon, wait_for
 from support.tracer_harness import TracedRun, run_traced
 
-PAGE = Path(__file__).parents[2] / "docs" / "what-to-do.md"
-_TABLE = re.compile(r"(?<=\| the finding \| not for \| seconds \|\n\|---\|---\|---\|\n)(?:\|.*\n)+")
-_ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 LOOP = """\
 import os, torch
 from torch import nn
@@ -115,6 +113,7 @@ NORM = "nn.BatchNorm2d(4)"
 LAST_BATCH = "rows = lambda step: 1 if step % 8 == 7 else 4\n" + IMAGES.format(norm=NORM, rows="rows(step)", ranks=2)
 CASES = {
     "No parameter of SGD belongs to a model that is called, and none has ever had a gradient.": (
+        "the optimizer, the models that are called, and the gradients",
         STALE,
         {
             "two optimizers (GAN)": GAN,
@@ -125,6 +124,7 @@ CASES = {
         },
     ),
     "Sequential is in eval mode while it trains.": (
+        "no part of the model is in training mode, and a Dropout or a BatchNorm that trains is in it",
         "net.eval()",
         {
             "BatchNorm in eval mode inside a model in training mode": "net[1].eval()",
@@ -136,6 +136,7 @@ CASES = {
         },
     ),
     "The learning rate of SGD is 0.": (
+        "all its learning rates are 0",
         "opt.param_groups[0]['lr'] = 0.0",
         {
             "a warm-up from 0": WARM_UP,
@@ -145,6 +146,7 @@ CASES = {
         },
     ),
     "No gradient has ever reached aux.weight, aux.bias of Both.": (
+        "the optimizer keeps a state of its other parameters, such as momentum; up to eight names",
         UNUSED,
         {
             "frozen parameters, LoRA (requires_grad=False)": LORA,
@@ -155,6 +157,7 @@ CASES = {
         },
     ),
     "BatchNorm in Sequential normalizes batches of one row.": (
+        "ranks or replicas split a batch; the model's input has one row, and the dimensions that the BatchNorm takes",
         IMAGES.format(norm=NORM, rows=1, ranks=2),
         {
             "a single process with batches of one row, on purpose": IMAGES.format(norm=NORM, rows=1, ranks=1),
@@ -172,7 +175,7 @@ after = lambda step: time.sleep(0.125)
 loss_of = lambda step: nn.functional.mse_loss(net(torch.randn(16, 4))[:, :1].softmax(1), torch.zeros(16, 1))
 """
 CONSTANT_SILENT = (
-    "a loss of 0 (no rewards yet, beyond a margin); fewer than 20 recorded losses; NaN; a loss with rounding"
+    *("a loss of 0 (no rewards yet, beyond a margin)", "fewer than 20 recorded losses", "NaN", "a loss with rounding"),
 )
 RANKS = """\
 import torch, torch.distributed as dist
@@ -220,6 +223,7 @@ loss_of = lambda net, x, y: net(x).pow(2).mean()
 """
 RANK_CASES = {
     "Nothing averages the gradients": (
+        "a DistributedDataParallel, no backward pass that begins at it, and weights that differ after the same update",
         "loss_of = lambda net, x, y: (net.module(x) - y).pow(2).mean()",
         {
             "DistributedDataParallel, also with buffers that differ between ranks": "",
@@ -228,6 +232,7 @@ RANK_CASES = {
         },
     ),
     "All ranks train on the same data": (
+        "weights and losses that are equal, bit for bit, after the same update",
         "sampler = None",
         {
             "equal seeds with a DistributedSampler": "",
@@ -246,29 +251,23 @@ def texts_of(run: TracedRun) -> list[str]:
     return [finding.text for finding in find_wrong_training(facts)]
 
 
-def check_row(sentence: str, silence: str, seconds: float) -> None:
-    """Compare a row of the table with the documentation; with DPMON_GOLDEN=write, write it."""
-    page = PAGE.read_text(encoding="utf-8")
-    rows = {row[0]: row for row in _ROW.findall(_TABLE.search(page)[0])}  # type: ignore[index]
-    if os.environ.get("DPMON_GOLDEN") == "write":
-        rows[sentence] = (sentence, silence, f"{seconds:.1f}")
-        text = "".join(f"| {' | '.join(row)} |\n" for row in rows.values())
-        PAGE.write_text(_TABLE.sub(lambda _: text, page), encoding="utf-8")
-    assert rows[sentence][1] == silence
+def check_row_of(sentence: str, condition: str, silence: Iterable[str], seconds: float) -> None:
+    """Compare the row of a finding that came `seconds` after the first look or loss."""
+    check_row(re.escape(sentence), sentence, condition, "; ".join(silence), f"found after {seconds:.1f}")
 
 
 @pytest.mark.parametrize("sentence", CASES)
 def test_a_wrong_training_has_its_finding(tmp_path: Path, sentence: str) -> None:
-    wrong, right = CASES[sentence]
+    condition, wrong, right = CASES[sentence]
     run = run_traced(tmp_path, LOOP.format(changes=wrong, steps=40))
     assert texts_of(run) == [sentence]
     assert not run.complaints
     first, _, third, *_ = run.events("check")
-    check_row(sentence, "; ".join(right), third.data["t_s"] - first.data["t_s"])
+    check_row_of(sentence, condition, right, third.data["t_s"] - first.data["t_s"])
 
 
 @pytest.mark.parametrize(
-    "changes", {text: name for _, right in CASES.values() for name, text in right.items()}, ids=lambda text: None
+    "changes", {text: name for *_, right in CASES.values() for name, text in right.items()}, ids=lambda text: None
 )
 def test_a_right_training_has_none(tmp_path: Path, changes: str) -> None:
     run = run_traced(tmp_path, LOOP.format(changes=changes, steps=40))
@@ -305,14 +304,15 @@ def test_a_loss_that_never_changes(dpmon: Dpmon) -> None:
     findings = json.loads(dpmon.run("report", "wrong", "--json").text)["findings"]
     assert [text for finding in findings if (text := finding["text"]).startswith("The loss never changes: it is 1 (")]
     losses = [json.loads(line) for line in dpmon.run("export", "wrong", "--kind", "loss").text.splitlines()]
-    check_row("The loss never changes", CONSTANT_SILENT, losses[19]["t_s"] - losses[0]["t_s"])
+    condition = "20 recorded losses or more, the first one included, are equal, and not 0"
+    check_row_of("The loss never changes", condition, CONSTANT_SILENT, losses[19]["t_s"] - losses[0]["t_s"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sentence", "changes"),
-    [(sentence, wrong) for sentence, (wrong, _) in RANK_CASES.items()]
-    + [("", changes) for changes in {text: name for _, right in RANK_CASES.values() for name, text in right.items()}],
+    [(sentence, wrong) for sentence, (_, wrong, _) in RANK_CASES.items()]
+    + [("", changes) for changes in {text: name for *_, right in RANK_CASES.values() for name, text in right.items()}],
     ids=lambda text: None,
 )
 def test_ranks(dpmon: Dpmon, sentence: str, changes: str) -> None:
@@ -327,4 +327,5 @@ def test_ranks(dpmon: Dpmon, sentence: str, changes: str) -> None:
     times = [look["t_s"] for look in looks if look["process"] == 0]
     assert len(times) >= 4
     if sentence:
-        check_row(sentence, "; ".join(RANK_CASES[sentence][1]), times[2] - times[0])
+        condition, _, right = RANK_CASES[sentence]
+        check_row_of(sentence, condition, right, times[2] - times[0])

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_usage import DeviceUsage
-from dpmon.model.layouts import CallLayouts, IdleDeviceCounts, ReplicaStats
+from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.store.memory_growth import Growth, MemoryTrend
 from dpmon.store.step_stats import PhaseStats, Rate, StepStats
@@ -87,7 +87,6 @@ HEALTHY_RUN = run_analysis_with(
     replicas=(replica_stats(0), replica_stats(1, ms=5.5)),
     device_usage=(device_usage(0), device_usage(1, mem_run_max=17.0 * GIB)),
     longest_steps=(long_step(26), long_step(25)),
-    layouts=CallLayouts([], {}),
     process_numbers=[0],
     last_step_ns=100 * SECOND,
     end_ns=110 * SECOND,

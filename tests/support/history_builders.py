@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from dpmon.model.efficiency import Efficiency
+from dpmon.model.layouts import CallLayouts
 from dpmon.model.run_analysis import RunAnalysis, RunCaches, Selection
 from dpmon.model.run_events import RunEvents
 from dpmon.record.history_rows import Row
@@ -454,7 +455,7 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("host_usage", "mode_comparison", "whole_communication", "last_step_ns", "end_ns", "death")),
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
     "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
-    "whole_efficiency": Efficiency(),
+    "whole_efficiency": Efficiency(), "layouts": CallLayouts([], {}),
     "memory_events": dict.fromkeys(("growth", "host", "exit", "loader_lines", "compiles", "host_syncs"), ()),
     "store": HEALTHY_STORE,
 }  # fmt: skip

@@ -25,7 +25,7 @@ def compiling(*again: list[Any], **more: Any) -> RunAnalysis:
         "graph_breaks": [],
         "absent": {},
     }
-    events = {"growth": [], "host": [], "exit": [], "compiles": [{**newest, "again": list(again), **more}]}
+    events = {**HEALTHY_RUN.memory_events, "compiles": [{**newest, "again": list(again), **more}]}
     return with_changes(HEALTHY_RUN, memory_events=events, time_by_activity={"training": 100 * SECOND})
 
 

@@ -41,7 +41,7 @@ def looks_of(**more: Any) -> list[dict[str, Any]]:
 
 
 def test_weights_that_differ_because_the_wrapper_is_not_called() -> None:
-    assert texts(looks_of()) == ["Nothing averages the gradients: weights of the ranks differ by up to 50%."]
+    assert texts(looks_of()) == ["Nothing averages the gradients: the weights of the ranks differ."]
 
 
 @pytest.mark.parametrize(

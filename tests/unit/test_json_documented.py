@@ -133,7 +133,7 @@ def test_every_field_of_a_status_is_described(state: Path) -> None:
         write_run_directory({}),
     ]
     found = [read_run_status(directory)[1] for directory in runs]
-    found[0]["explanation"] = explain_run(runs[0])
+    found[0]["explanation"] = explain_run(runs[0], *read_run_status(runs[0]))
     assert found[1]["stall"] is not None
     assert found[0]["findings"]
     of_line = {re.split(r"[.\[]", path)[0] for path in documented_json_paths("dpmon --json")}

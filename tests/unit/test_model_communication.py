@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dpmon.model.communication import Communication, Wrapper, build_communication
+from dpmon.model.device_usage import HostUsage
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import MIN_STEPS
@@ -336,7 +338,9 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     waiting = [rank_times(number, 5.0, exposed_ms=2.0, synced=200, updates=50) for number in range(2)]
     (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]
     assert found.saves_s is None, "without the number of steps, as on the screen"
-    (found,) = [one for one in find_rank_problems(communication_of(waiting), 205) if one.kind == "accumulation"]
+    run = run_analysis_with()
+    run.steps = 205
+    (found,) = [one for one in find_rank_problems(communication_of(waiting), run) if one.kind == "accumulation"]
     assert found.saves_s == pytest.approx(205 * (2.0 * 3 / 4 + 5.0) / 1000), "all waits may even out over the passes"
     assert found_in(ranks, ddp_wrapper(), ddp_wrapper(wrapper=1)) == [], "two models average twice"
     assert found_in([rank_times(number, 0.1, synced=50, updates=50) for number in range(2)]) == []
@@ -416,6 +420,20 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
     ranks = [slow, with_phases(1, 20.0, forward=3.0)]
     assert communication_of(ranks, ddp_wrapper(sync_batch_norm=True)).straggler is None
     assert communication_of(ranks, ddp_wrapper()).straggler is not None
+
+
+def test_the_advice_for_waits_in_turn_fits_the_host_and_the_inputs() -> None:
+    ranks = communication_of([rank_times(number, 5.0, slowest=100) for number in (0, 1)])
+
+    def advice(**facts: Any) -> str:
+        (found,) = find_rank_problems(ranks, run_analysis_with(**facts))
+        return found.advice
+
+    varied = SimpleNamespace(usual_input_share=lambda _: 0.5)
+    busy = HostUsage(60, 8, 97.0, 1.0, 4.9, 12.0)
+    assert advice(layouts=varied, host_usage=busy).startswith("fewer threads (OMP_NUM_THREADS)")
+    assert "samples of similar length" in advice(layouts=varied)
+    assert "samples of similar length" not in advice()
 
 
 @pytest.mark.parametrize(("between_s", "kinds"), [(3, {"between"}), (1, {"in turn"})])

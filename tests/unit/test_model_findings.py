@@ -492,6 +492,7 @@ def test_the_finding_about_data_names_the_function_that_takes_the_time() -> None
     cause = "78% (72% to 83%) of the loader's time is in `augment` (data.py:41)"
     assert found.text == f"The training waits for data: 40% of step time; {cause}."
     assert found.saves_s == pytest.approx(8.0)
+    assert found.advice.startswith("a faster `augment` (data.py:41); ")
 
 
 @pytest.mark.parametrize(

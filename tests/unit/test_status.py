@@ -26,6 +26,7 @@ from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
 from dpmon.stalls.run_state import STATES
+from dpmon.stalls.stall_report import build_report
 from dpmon.store.database import HISTORY_FILE
 from dpmon.store.store_opening import open_store
 from support.history_builders import write_run_directory
@@ -199,6 +200,15 @@ def test_why_says_that_a_mirror_does_not_reply(
     monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **__: None)
     assert main(["why", directory.name]) == 0
     assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not reply\n")
+
+
+def test_why_needs_no_history(state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = live()
+    (directory / HISTORY_FILE).write_bytes(b"no database" * 1000)
+    reply = replace(build_report([], {}, None, 2, load_info(directory)), text=None)
+    monkeypatch.setattr("dpmon.cli.why._request_why_reply", lambda *_: reply)
+    assert main(["why", directory.name]) == 0
+    assert capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_after_a_stall_is_no_longer_stalled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
+from dpmon.record.record_types import Event
 from support.analysis_builders import HEALTHY_RUN, device_usage
-from support.history_builders import with_changes
-from support.record_builders import SECOND
+from support.history_builders import open_store_with, with_changes
+from support.record_builders import SECOND, Training
 
 MS = 1_000_000
 LINE = {"train.py:57 `item`": 3 * MS}
@@ -22,7 +23,7 @@ def sampled(*samples: dict[str, int], util: float | None = 60.0) -> RunAnalysis:
     usage = () if util is None else (device_usage(of_run=True, util=array("d", [util] * 30)),)
     return with_changes(
         HEALTHY_RUN,
-        memory_events={"growth": [], "host": [], "exit": [], "host_syncs": events},
+        memory_events={**HEALTHY_RUN.memory_events, "host_syncs": events},
         time_by_activity={"training": 100 * SECOND},
         device_usage=usage,
     )
@@ -54,3 +55,10 @@ def test_a_line_that_waits_longer_but_rarely_does_not_hide_another() -> None:
     rare = {"train.py:90 `__repr__`": 28 * MS}
     (found,) = find_all(sampled(LINE | rare, LINE, LINE, LINE))
     assert found.text.startswith("train.py:57")
+
+
+def test_the_samples_of_every_rank_are_read() -> None:
+    """The newest 64 records would be two of each of 32 ranks, but a finding needs three of one rank."""
+    sample = Event("host_syncs", {"wall_ms": 30.0, "lines": LINE})
+    store = open_store_with({rank: [*Training(process=rank).begin(), *[sample] * 3] for rank in range(32)})
+    assert len(RunAnalysis(store).memory_events["host_syncs"]) == 96

@@ -16,27 +16,24 @@ _FIRST_KINDS = ("failed", "loss", "quiet", "stall", "wrong", "memory")
 _FINDERS = (*failure_findings.FINDERS, *memory_findings.FINDERS, *time_findings.FINDERS, *device_findings.FINDERS)
 
 
-_LINE_FINDERS = (
-    time_findings.find_compilations,
-    time_findings.find_host_syncs,
-    time_findings.find_costly_checkpoints,
-)
-"""Those that name a line of the script."""
-
-
 def find_all(run: RunAnalysis) -> list[Finding]:
     """Return all findings, a failure or a stall first, then in order of the seconds they could save.
 
     Empty if there are none, or if the run is too short to tell. A finding whose advice saves almost nothing is omitted.
     """
     findings = [finding for find in (find_wrong_training, *_FINDERS) for finding in find(run)]
-    findings += rank_findings.find_rank_problems(run.whole_communication, run.steps)
+    findings += rank_findings.find_rank_problems(run.whole_communication, run)
     return _order(run, findings)
 
 
 def find_causes(run: RunAnalysis) -> list[Finding]:
-    """Return the findings that a message on the screen is worth: a wrong training, or a line of the script to blame."""
-    findings = [finding for find in (find_wrong_training, *_LINE_FINDERS) for finding in find(run)]
+    """Return the findings for the message on the screen of a live run: a wrong training, or a line that costs time.
+
+    Of the whole run, only the losses are read, unless a record suggests such a finding.
+    """
+    findings = [*find_wrong_training(run), *time_findings.find_compilations(run), *time_findings.find_host_syncs(run)]
+    if run.events.checkpoints:
+        findings += time_findings.find_costly_checkpoints(run)
     if run.memory_events["loader_lines"]:
         findings += time_findings.find_data_waits(run)
     return _order(run, findings)
@@ -44,21 +41,20 @@ def find_causes(run: RunAnalysis) -> list[Finding]:
 
 def _order(run: RunAnalysis, findings: list[Finding]) -> list[Finding]:
     """Return the findings that are worth reporting, in the order of `find_all`."""
-    least_s, elapsed_s = MIN_SAVED_SHARE * run.active_ns / SECOND, run.until_ns / SECOND
 
     def is_worth_it(finding: Finding) -> bool:
         if finding.saves_s is None or finding.kind in _FIRST_KINDS:
             return True
         if finding.kind == "in turn" and finding.saves_s <= _excess_between_steps(run):
             return False  # the finding about the time between steps, or about evaluations, names the cause
-        return finding.saves_s >= least_s
+        return finding.saves_s >= MIN_SAVED_SHARE * run.active_ns / SECOND
 
     def sort_key(finding: Finding) -> tuple[bool, float]:
         affected_s = finding.weight * run.active_ns / SECOND
         return finding.kind in _FIRST_KINDS, affected_s if finding.saves_s is None else finding.saves_s
 
     ordered = sorted(filter(is_worth_it, findings), key=sort_key, reverse=True)
-    return [finding._replace(elapsed_s=elapsed_s) for finding in ordered]
+    return [finding._replace(elapsed_s=run.until_ns / SECOND) for finding in ordered]
 
 
 def _excess_between_steps(run: RunAnalysis) -> float:

@@ -19,7 +19,10 @@ _DDP_OPERATIONS = {"all_reduce", "broadcast"}
 
 
 def find_wrong_training(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding for each problem that the newest looks show, of the first process that has it."""
+    """Yield a finding for each problem that the newest looks show, of the first process that has it.
+
+    Its text stays the same while the problem lasts: without a screen, each text is printed once.
+    """
     by_optimizer, by_update = defaultdict[Any, list[Any]](list), defaultdict[int, dict[Any, Any]](dict)
     for look in (event.data for event in read_events(run.store, "check", limit=MAX_CHECKS)):
         by_optimizer[look["process"], look["optimizer_class"], " and ".join(look["roots"])].append(look)
@@ -65,21 +68,25 @@ def _find_constant_losses(run: RunAnalysis) -> Iterator[Finding]:
 
 def _compare_ranks(run: RunAnalysis, updates: list[dict[Any, Any]]) -> Iterator[Finding]:
     """Yield a finding if ranks do not average gradients, or all train on the same data. `updates`: looks by rank."""
-    ranks, communication = {rank for by_rank in updates for rank in by_rank}, run.whole_communication
+    ranks = {rank for by_rank in updates for rank in by_rank}
     newest = [list(by_rank.values()) for by_rank in updates if by_rank.keys() == ranks][-MIN_LOOKS:]
     weights = [list(zip(*(look["weights"] for look in looks), strict=False)) for looks in newest]
-    if len(ranks) < 2 or len(newest) < MIN_LOOKS or communication is None or not all(weights):
+    if len(ranks) < 2 or len(newest) < MIN_LOOKS or not all(weights):
         return
     gaps = [max((max(values) - min(values)) / (max(map(abs, values)) or 1) for values in pairs) for pairs in weights]
     losses = [{tuple(look["losses"]) for look in looks} for looks in newest]
-    ground, sums = f"at {MIN_LOOKS} looks at {len(ranks)} ranks after equal updates", communication.collectives
-    is_called = communication.synced or communication.unsynced
-    if all(gaps) and not is_called and all(look["has_wrapper"] for looks in newest for look in looks):
-        text = f"Nothing averages the gradients: weights of the ranks differ by up to {100 * gaps[-1]:.2g}%."
-        ground += "; no backward pass began at a DistributedDataParallel"
-        yield Finding(KIND, text, ground, "calling the DistributedDataParallel in the loop, not its .module", 1.0)
-    is_own = bool(sums.own or {operation.name for operation in sums.operations} - _DDP_OPERATIONS)
+    has_wrappers = all(look["has_wrapper"] for looks in newest for look in looks)
     has_equal_losses = all(len(equal) == 1 for equal in losses) and len(set.union(*losses)) > 1
-    if has_equal_losses and not any(gaps) and sums.samples and not is_own:
+    has_equal_data, is_apart = has_equal_losses and not any(gaps), has_wrappers and all(gaps)
+    # The communication of the whole run is read last, because this takes longest.
+    if not (has_equal_data or is_apart) or (communication := run.whole_communication) is None:
+        return
+    ground, sums = f"at {MIN_LOOKS} looks at {len(ranks)} ranks after equal updates", communication.collectives
+    if is_apart and not (communication.synced or communication.unsynced):
+        text = "Nothing averages the gradients: the weights of the ranks differ."
+        by = f"by up to {100 * gaps[-1]:.2g}% {ground}; no backward pass began at a DistributedDataParallel"
+        yield Finding(KIND, text, by, "calling the DistributedDataParallel in the loop, not its .module", 1.0)
+    is_own = bool(sums.own or {operation.name for operation in sums.operations} - _DDP_OPERATIONS)
+    if has_equal_data and sums.samples and not is_own:
         text = "All ranks train on the same data: their losses and weights are equal."
         yield Finding(KIND, text, ground, "a DistributedSampler for the loader", 1.0)

@@ -10,6 +10,7 @@ from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.formatting import format_long_duration, format_percent
 
 if TYPE_CHECKING:
+    from dpmon.model.device_usage import HostUsage
     from dpmon.model.run_analysis import RunAnalysis
     from dpmon.store.step_stats import StepStats
 
@@ -17,6 +18,10 @@ MIN_STEPS = 30
 """Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""
 MIN_DATA_SHARE = 0.2
 """Smallest share of the step to report. A loader that keeps up takes a few per cent (taking a batch from a queue)."""
+MIN_IDLE_CORES = 0.5
+"""Fewest idle CPU cores (median) for another worker. With fewer, a worker that computes slows the training."""
+LONG_STEP_SHARE = 0.05
+"""Share of the steps that are at least as long as their 95th percentile. Inputs that are rarer do not explain it."""
 
 
 def measured_modes(run: RunAnalysis) -> Iterator[StepStats]:
@@ -95,3 +100,25 @@ def time_of_share(stats: StepStats, share: float) -> float:
     Warm-up steps count with the mean of the others.
     """
     return share * (stats.mean_ns or 0.0) * (stats.steps + stats.warm_up_steps) / SECOND
+
+
+def has_varied_inputs(run: RunAnalysis, process: int) -> bool:
+    """Return whether a process's inputs have other sizes often enough to explain its longest steps."""
+    return run.layouts.usual_input_share(process) <= 1 - LONG_STEP_SHARE
+
+
+def has_idle_core(host: HostUsage) -> bool:
+    """Return whether a CPU core of the host is usually idle."""
+    return host.cpus * (1 - host.cpu_pct / 100) >= MIN_IDLE_CORES
+
+
+def busy_cores_advice(run: RunAnalysis) -> str:
+    """Return advice that frees CPU cores; empty if one is idle, or if the host was not sampled."""
+    host = run.host_usage
+    if host is None or has_idle_core(host):
+        return ""
+    in_use = f"{host.cpus} CPU cores, which are {format_percent(host.cpu_pct / 100)} in use"
+    if host.others > host.own:
+        return f"end other work: this run uses only {host.own:.1f} of {in_use}"
+    workers = " or loader workers" if any(start.workers for start in run.loaders) else ""
+    return f"fewer threads (OMP_NUM_THREADS){workers}, so that they fit on {in_use}"

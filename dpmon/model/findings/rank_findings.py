@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dpmon.model.communication import Communication
 from dpmon.model.findings.finding import Finding
-from dpmon.model.findings.finding_evidence import MIN_STEPS
+from dpmon.model.findings.finding_evidence import MIN_STEPS, busy_cores_advice, has_varied_inputs
 from dpmon.model.stragglers import delay_sentence, slowest_count_text
 from dpmon.record.schema import SECOND
 from dpmon.text.formatting import (
@@ -16,6 +17,9 @@ from dpmon.text.formatting import (
     format_long_duration,
     format_percent,
 )
+
+if TYPE_CHECKING:
+    from dpmon.model.run_analysis import RunAnalysis
 
 MIN_EXPOSED_SHARE = 0.2
 """Smallest share of the step to report. Some communication is always exposed, such as that of the last bucket."""
@@ -53,21 +57,21 @@ _SLOW_PHASE = {
 _NO_PHASE = "look for a difference on that rank: its GPU, clocks, other processes on its host, its share of the data"
 
 
-def find_rank_problems(communication: Communication | None, steps: float | None = None) -> list[Finding]:
-    """Return all findings about ranks; none for None.
+def find_rank_problems(communication: Communication | None, run: RunAnalysis | None = None) -> list[Finding]:
+    """Return all findings about ranks; none without communication.
 
-    `steps`: the number of steps of a rank in the whole run. Without it, nothing is said about what they save.
+    `run`: if `communication` is that of the whole run. Else, nothing is said about what the findings save.
     """
-    if communication is None:
-        return []
-    if steps is not None and communication.unit == "update":  # the means are per update
-        steps *= communication.tally.updates / communication.tally.steps
-    return [finding for find in _FINDERS for finding in find(communication, steps)]
+    return [] if communication is None else [finding for find in _FINDERS for finding in find(communication, run)]
 
 
-def _saved_s(ns_per_step: float | None, steps: float | None) -> float | None:
-    """Return the elapsed time (s) that `steps` steps save; None if one of them is unknown. Ranks step together."""
-    return None if ns_per_step is None or steps is None else ns_per_step * steps / SECOND
+def _saved_s(communication: Communication, ns_per_step: float | None, run: RunAnalysis | None) -> float | None:
+    """Return the elapsed time (s) that all steps of a rank save; None if it is unknown. Ranks step together."""
+    if ns_per_step is None or run is None:
+        return None
+    tally = communication.tally
+    updates_per_step = tally.updates / tally.steps if communication.unit == "update" else 1  # the means are per update
+    return ns_per_step * run.steps * updates_per_step / SECOND
 
 
 def _has_enough_waits(communication: Communication) -> bool:
@@ -81,7 +85,7 @@ def _mean_of_step(communication: Communication, name: str, ns: float | None) -> 
     return f"{means} over {communication.text_of_known_waits} of {ranks} ranks"
 
 
-def _find_straggler(communication: Communication, steps: float | None) -> Iterator[Finding]:
+def _find_straggler(communication: Communication, run: RunAnalysis | None) -> Iterator[Finding]:
     straggler = communication.straggler
     # Over the last steps, a straggler always has enough of them.
     if straggler is None or not (communication.lately or straggler.steps >= MIN_STEPS):
@@ -95,11 +99,11 @@ def _find_straggler(communication: Communication, steps: float | None) -> Iterat
         f"{count_text}; {mean}" if count_text else mean,
         _SLOW_PHASE.get(straggler.phase or "", _NO_PHASE),
         min(straggler.share, 1.0),
-        _saved_s(straggler.excess_ns, steps),
+        _saved_s(communication, straggler.excess_ns, run),
     )
 
 
-def _find_alternating_waits(communication: Communication, steps: float | None) -> Iterator[Finding]:
+def _find_alternating_waits(communication: Communication, run: RunAnalysis | None) -> Iterator[Finding]:
     """Yield a finding if ranks wait, but for a different rank each time.
 
     With equal work, every rank would take the mean time.
@@ -108,17 +112,20 @@ def _find_alternating_waits(communication: Communication, steps: float | None) -
     if communication.straggler is not None or len(communication.ranks_with_waits) < 2:
         return
     if share >= MIN_ALTERNATING_WAIT_SHARE and _has_enough_waits(communication):
+        advice = "" if run is None else busy_cores_advice(run)
+        if not advice and run is not None and has_varied_inputs(run, communication.ranks_with_waits[0].process):
+            advice = "batches of equal work on all ranks: group samples of similar length, or pack them"
         yield Finding(
             "in turn",
             f"The ranks wait for each other for {format_percent(share)} of step time, not always for the same rank.",
             f"{_mean_of_step(communication, 'wait', communication.wait_ns)}; no rank is the slowest unusually often",
-            "batches of equal work on all ranks: group samples of similar length, or pack them",
+            advice or "equal work on all ranks, with idle CPU cores; the longest steps show which phase varies",
             min(share, 1.0),
-            _saved_s(communication.wait_ns, steps),
+            _saved_s(communication, communication.wait_ns, run),
         )
 
 
-def _find_script_collectives(communication: Communication, _: float | None) -> Iterator[Finding]:
+def _find_script_collectives(communication: Communication, _: RunAnalysis | None) -> Iterator[Finding]:
     """Yield a finding about the script's own collectives.
 
     It names no rank, because the time that a rank was blocked in them is unknown.
@@ -140,7 +147,7 @@ def _find_script_collectives(communication: Communication, _: float | None) -> I
         )
 
 
-def _find_exposed_communication(communication: Communication, steps: float | None) -> Iterator[Finding]:
+def _find_exposed_communication(communication: Communication, run: RunAnalysis | None) -> Iterator[Finding]:
     share, wrappers = communication.exposed_share, communication.wrappers
     if share is None or share < MIN_EXPOSED_SHARE or not _has_enough_waits(communication):
         return
@@ -161,11 +168,11 @@ def _find_exposed_communication(communication: Communication, steps: float | Non
         _mean_of_step(communication, "exposed", communication.exposed_ns),
         "; ".join(text for text, applies in advice.items() if applies),
         min(share, 1.0),
-        _saved_s(communication.exposed_ns, steps),
+        _saved_s(communication, communication.exposed_ns, run),
     )
 
 
-def _find_large_last_bucket(communication: Communication, _: float | None) -> Iterator[Finding]:
+def _find_large_last_bucket(communication: Communication, _: RunAnalysis | None) -> Iterator[Finding]:
     """Yield a finding if the last bucket is large.
 
     It is averaged after the whole computation, so its communication stays exposed.
@@ -195,7 +202,7 @@ def _find_large_last_bucket(communication: Communication, _: float | None) -> It
     )
 
 
-def _find_unneeded_sync(communication: Communication, steps: float | None) -> Iterator[Finding]:
+def _find_unneeded_sync(communication: Communication, run: RunAnalysis | None) -> Iterator[Finding]:
     """Yield a finding if gradients are averaged several times per update.
 
     Only for a single model, because several models need several passes.
@@ -218,11 +225,11 @@ def _find_unneeded_sync(communication: Communication, steps: float | None) -> It
         f" {format_count(updates)} updates of the optimizer",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         max(share, _UNKNOWN_WEIGHT),
-        _saved_s(saved_ns, steps),
+        _saved_s(communication, saved_ns, run),
     )
 
 
-def _find_needless_unused_search(communication: Communication, _: float | None) -> Iterator[Finding]:
+def _find_needless_unused_search(communication: Communication, _: RunAnalysis | None) -> Iterator[Finding]:
     steps = communication.tally.steps
     for wrapper in communication.wrappers:
         if wrapper.find_unused_parameters and wrapper.all_used >= MIN_ALL_USED and steps >= MIN_STEPS:

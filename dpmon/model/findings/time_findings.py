@@ -15,10 +15,13 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import (
     MIN_DATA_SHARE,
     MIN_STEPS,
+    busy_cores_advice,
     data_share,
     format_elapsed_share,
     format_phase_times,
     format_ratio,
+    has_idle_core,
+    has_varied_inputs,
     is_timed,
     measured_modes,
     mode_suffix,
@@ -37,7 +40,6 @@ from dpmon.store.steps import StepRow
 from dpmon.text.formatting import format_bytes, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
-    from dpmon.model.device_usage import HostUsage
     from dpmon.model.run_events import LoaderStart
     from dpmon.store.step_stats import StepStats
 
@@ -65,15 +67,11 @@ MIN_WORKERS_SHARE = 0.5
 """If starting workers takes at least this share of the gaps, the finding names it."""
 WORTH_A_WORKER_NS = 1_000_000
 """Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
-MIN_IDLE_CORES = 0.5
-"""Fewest idle CPU cores (median) for another worker. With fewer, a worker that computes slows the training."""
 MIN_FETCH_CPU_SHARE = 0.5
 """Fetches that compute keep CPU cores busy. If the CPU time of the whole run is less than this share of its time in
 fetches, the fetches mostly wait. More workers can then wait at the same time."""
 RARE_FETCH_RATIO = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
-LONG_STEP_SHARE = 0.05
-"""Share of the steps that are at least as long as their 95th percentile. Inputs that are rarer do not explain it."""
 MIN_RECOMPILATIONS = 4
 """Fewest repeated compilations of a function: for evaluation, and for a smaller last batch, up to three are usual."""
 MIN_SYNC_SAMPLES, MIN_SYNC_STEPS, MIN_SYNC_SHARE = 3, 0.8, 0.05
@@ -111,15 +109,18 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
             affected = sum(other_share >= MIN_DATA_SHARE for other_share in shares)
             more = f"; {format_percent(MIN_DATA_SHARE)} or more in {affected:,} of {len(shares):,} processes"
         text = f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time"
-        text = f"{text[:1].upper()}{text[1:]}{_blame_function(run, stats)}."
-        yield _phase_finding("data", stats, ("data",), share, text, _data_advice(stats, run), more)
+        (line, cause), advice = _find_slow_function(run, stats), _data_advice(stats, run)
+        if line:
+            advice = f"a faster {line}; {advice}"
+        text = f"{text[:1].upper()}{text[1:]}{cause}."
+        yield _phase_finding("data", stats, ("data",), share, text, advice, more)
 
 
-def _blame_function(run: RunAnalysis, stats: StepStats) -> str:
-    """Return the end of a sentence about data waits: the loader's slowest function; empty if none stands out."""
+def _find_slow_function(run: RunAnalysis, stats: StepStats) -> tuple[str, str]:
+    """Return the line in a loader's slowest function, and the end of a sentence about it; empty if none stands out."""
     records = [data for data in run.memory_events["loader_lines"] if data["process"] == stats.process]
     if not records:
-        return ""
+        return "", ""
     lines, functions = Counter[str](records[-1]["lines"]), Counter[str]()
     for line, samples in lines.items():
         functions[line.rpartition(":")[0]] += samples
@@ -127,10 +128,10 @@ def _blame_function(run: RunAnalysis, stats: StepStats) -> str:
     steps = records[-1]["took_s"] * SECOND / (stats.mean_ns or SECOND)  # samples within the batch of a step are alike
     share, low, high = share_interval(samples / lines.total(), min(steps, lines.total()))
     if low < MIN_DATA_SHARE:
-        return ""
+        return "", ""
     line = next(line for line, _ in lines.most_common() if line.startswith(f"{function}:"))
     interval = f"{format_percent(low)} to {format_percent(high)}"
-    return f"; {format_percent(share)} ({interval}) of the loader's time is in {line}"
+    return line, f"; {format_percent(share)} ({interval}) of the loader's time is in {line}"
 
 
 def _is_only_straggler_waiting(run: RunAnalysis, stats: StepStats) -> bool:
@@ -164,7 +165,7 @@ def _data_advice(stats: StepStats, run: RunAnalysis) -> str:
     host, workers = run.host_usage, "more workers (DataLoader num_workers)"
     condition = "" if host is not None else ", if CPU cores are idle"
     keeping = ", with persistent_workers=True" if _later_starts(run, stats.process) else ""
-    if host is None or _has_idle_core(host):
+    if host is None or has_idle_core(host):
         return f"{workers}{condition}{keeping}; less work per sample; data on a faster disk"
     in_use = f"the CPU is {format_percent(host.cpu_pct / 100)} in use"
     if host.own < MIN_FETCH_CPU_SHARE * stats.phase_share("data") * max(len(run.process_numbers), 1):
@@ -176,10 +177,6 @@ def _data_advice(stats: StepStats, run: RunAnalysis) -> str:
         f"less work per sample (decoding, augmentation), or data prepared beforehand: {in_use}, so more workers help"
         " only if the fetches wait for a disk or network"
     )
-
-
-def _has_idle_core(host: HostUsage) -> bool:
-    return host.cpus * (1 - host.cpu_pct / 100) >= MIN_IDLE_CORES
 
 
 def _later_starts(run: RunAnalysis, process: int) -> list[LoaderStart]:
@@ -273,7 +270,7 @@ def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
 
 def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
     """Yield findings for a line that torch.compile compiles again and again, and for lines that break a graph."""
-    records = [data for data in run.memory_events.get("compiles", ()) if not data["absent"]]
+    records = [data for data in run.memory_events["compiles"] if not data["absent"]]
     for data in sorted(records, key=lambda data: (data["seconds_again"], data["compilations"]))[-1:]:
         who, again_ns = f"torch.compile{process_suffix(data['process'], run)}", data["seconds_again"] * SECOND
         evidence = (
@@ -300,10 +297,12 @@ def find_host_syncs(run: RunAnalysis) -> Iterator[Finding]:
     The GPU's work is waited for anyway. At most its idle time can be saved: if that is not known, there is no finding.
     """
     walls_ns, waits_ns = defaultdict[int, list[float]](list), defaultdict[tuple[int, str], list[float]](list)
-    for data in run.memory_events.get("host_syncs", ()):
+    for data in run.memory_events["host_syncs"]:
         walls_ns[data["process"]].append(data["wall_ms"] * 1e6)
         for line, ns in data["lines"].items():
             waits_ns[data["process"], line].append(ns)
+    if not waits_ns:
+        return
     busy_pct = [usage.util_median for usage in run.device_usage if usage.of_run and usage.util_median is not None]
     idle = 1 - max(busy_pct, default=100) / 100
     for (process, line), times_ns in sorted(waits_ns.items(), key=lambda item: -sum(item[1])):
@@ -393,7 +392,7 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
         )
     else:
         text = f"one step took {format_long_duration(long_ns)}, {format_ratio(long_ns, median_ns)} the median."
-    phase = _longest_phase(worst)
+    phase = max(worst.phases, key=lambda name: worst.phases[name], default="other")
     advice = _LONG_STEP_ADVICE.get(phase, _LONG_STEP_ADVICE["other"])
     if phase == "backward" and run.names:
         advice += ", or a rank that the others waited for"
@@ -413,12 +412,14 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
 
 def _longest_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
     """Return the longest steps of a process in a mode, the longest first, but not those that mostly wait or save."""
+    steps = [
+        step for step in run.longest_steps[:MAX_LONG_STEPS] if (step.process, step.mode) == (stats.process, stats.mode)
+    ]
+    if not steps:  # as for most of many ranks: the records below are those of all ranks
+        return []
     waits = [*run.announced.input_waits(stats.process), *run.announced.saves(stats.process)]
     return [
-        step
-        for step in run.longest_steps[:MAX_LONG_STEPS]
-        if (step.process, step.mode) == (stats.process, stats.mode)
-        and 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) <= step.wall_ns
+        step for step in steps if 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) <= step.wall_ns
     ]
 
 
@@ -428,10 +429,6 @@ def _long_steps(stats: StepStats, run: RunAnalysis) -> list[StepRow]:
         return []
     least_ns = max(MIN_LONG_STEP_RATIO * stats.median_ns, MIN_LONG_STEP_NS)
     return [step for step in _longest_steps(stats, run) if step.wall_ns >= least_ns]
-
-
-def _longest_phase(step: StepRow) -> str:
-    return max(step.phases, key=lambda name: step.phases[name], default="other")
 
 
 def _spread_ratio(stats: StepStats) -> float:
@@ -446,28 +443,16 @@ def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
         if (stats.p95_ns or 0) < MIN_SPREAD_P95_NS or is_input_wait:
             continue
         share, phase = max(((phase.share or 0.0, phase.name) for phase in stats.phases), default=(0.0, "none"))
+        sizes = "batches of similar size; " if has_varied_inputs(run, stats.process) else ""
         yield Finding(
             "spread",
             f"Step times{rank_suffix(stats)} vary widely{mode_suffix(stats, run)}: 1 in 20 steps takes at least"
             f" {format_ratio(stats.p95_ns, stats.median_ns)} the median.",
             f"median {format_long_duration(stats.median_ns)}, p95 {format_long_duration(stats.p95_ns)} over"
             f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes {format_percent(share)} of step time",
-            _spread_advice(run, stats.process, phase),
+            busy_cores_advice(run) or f"{sizes}the longest steps show what {phase} waited for",
             0.3,
         )
-
-
-def _spread_advice(run: RunAnalysis, process: int, phase: str) -> str:
-    """Return advice for step times of a process that vary widely. `phase`: the phase that takes most of the time."""
-    host = run.host_usage
-    if host is None or _has_idle_core(host):
-        sizes = "batches of similar size; " if run.layouts.usual_input_share(process) <= 1 - LONG_STEP_SHARE else ""
-        return f"{sizes}the longest steps show what {phase} waited for"
-    in_use = f"{host.cpus} CPU cores, which are {format_percent(host.cpu_pct / 100)} in use"
-    if host.others > host.own:
-        return f"end other work: this run uses only {host.own:.1f} of {in_use}"
-    workers = " or loader workers" if any(start.workers for start in run.loaders) else ""
-    return f"fewer threads (OMP_NUM_THREADS){workers}, so that they fit on {in_use}"
 
 
 # ------------------------------------------------------------------------------------------------ outside the steps

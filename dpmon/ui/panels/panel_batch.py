@@ -36,7 +36,7 @@ _MAX_RANKS = 64
 _OUTLIER_RATIO = 3
 """The longest step is mentioned if it takes at least this many times the median."""
 _FOLDED_CELLS = 30
-"""A title of at most so many cells is that of a folded panel, with one number."""
+"""A title of at most this many cells is that of a folded panel, with one number."""
 _NO_NOTES_HEIGHT = 6
 """Up to this height, notes have no row: the rows are for shares, medians, a history and the last step."""
 _TALL_HEIGHT = 9

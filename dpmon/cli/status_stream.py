@@ -289,9 +289,12 @@ class ProgressReporter:
 
     def wrong_trainings(self) -> list[str]:
         """Return a sentence for each reason why the training is wrong."""
-        return read_run(
-            self._reader, lambda run: [found.text for found in find_wrong_training(run)], caches=self._caches
-        )
+        return read_run(self._reader, self._wrong_trainings, caches=self._caches)
+
+    def _wrong_trainings(self, run: RunAnalysis) -> list[str]:
+        if run.representative is None:  # perhaps there is no record yet
+            return []
+        return [finding.text for finding in find_wrong_training(run)]
 
     def _line(self, run: RunAnalysis) -> str:
         process, now_ns = run.representative, time.monotonic_ns() - self._reader.info.start_ns

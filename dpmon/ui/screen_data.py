@@ -200,7 +200,7 @@ class ScreenData:
     @property
     def causes(self) -> list[Finding]:
         """The findings of a live run that a message is worth, those about a wrong training first."""
-        if not self.is_live:
+        if not self.is_live or self.state.representative is None:
             return []
         return self.state.read_at_most_every(CAUSES_AGE_S, "causes", lambda: find_causes(self.state))
 

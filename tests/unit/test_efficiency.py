@@ -140,7 +140,7 @@ def test_throttled_clocks_lower_the_reachable_peak() -> None:
             {"every": 2},
             {},
             "the FLOPs of 50% of the steps are known: no step with the calls and input shapes of the others could"
-            " are counted",
+            " be counted; at most 8 are tried",
         ),
         (
             [flops_event(flops=None, by_dtype=None, operators=None, reason="torch.compile is in use")],

@@ -40,8 +40,17 @@ def calls_of(run: TracedRun, name: str) -> list[float | None]:
     return [call.phases[name].device_ms for call in run.calls()]
 
 
-def each(ours: Sequence[float | None], truth: RecordedCudaTrace, bounds: Bounds, devices: Iterable[int]) -> None:
-    """Check that each is within 5%, if the devices had work left at both ends; else the host may have been delayed."""
+def each(
+    ours: Sequence[float | None],
+    truth: RecordedCudaTrace,
+    bounds: Bounds,
+    devices: Iterable[int],
+    own_ms: float = 0.0,
+) -> None:
+    """Check that each is within 5%, if the devices had work left at both ends; else the host may have been delayed.
+
+    `own_ms`: the time of the tracer's copies in a look at the optimizer, which the device may spend in one step or two.
+    """
     bounds = bounds[: len(ours)]
     assert len(ours) == len(bounds)
     devices = tuple(devices)
@@ -52,6 +61,8 @@ def each(ours: Sequence[float | None], truth: RecordedCudaTrace, bounds: Bounds,
     ]
     assert len(pairs) >= 3
     far = [(mine, true) for mine, true in pairs if mine is None or abs(mine - true) > 0.05 * true + 0.01]
+    with_copies = [(mine, true) for mine, true in far if mine is not None and 0 < true - mine <= own_ms + 0.1]
+    far = [pair for pair in far if pair not in with_copies[:2]]
     assert not far, (len(far), len(pairs), far[:8])
 
 
@@ -67,9 +78,9 @@ def run_of(
     return run, gpus.truth()
 
 
-def check_steps(run: TracedRun, truth: RecordedCudaTrace, count: int) -> None:
+def check_steps(run: TracedRun, truth: RecordedCudaTrace, count: int, own_ms: float = 0.0) -> None:
     for phase in STEP:
-        each(steps_of(run, phase), truth, stretches(truth, phase), range(count))
+        each(steps_of(run, phase), truth, stretches(truth, phase), range(count), own_ms)
 
 
 def check_calls(run: TracedRun, truth: RecordedCudaTrace, count: int) -> None:
@@ -94,7 +105,7 @@ SLOW = {1: 800.0, 2: 1500.0, 4: 3000.0}
 @pytest.mark.parametrize("side", [0, 1], ids=["default stream", "side stream"])
 def test_one_slow_device(tmp_path: Path, gpus: SimulatedCuda, side: int) -> None:
     run, truth = run_of(tmp_path, gpus, "bare", 1, SLOW[1], side=side, copy_us=500, mode="script")
-    check_steps(run, truth, 1)
+    check_steps(run, truth, 1, own_ms=9 * 0.5)
     each([call.replicas[0].device_ms for call in run.calls()], truth, stretches(truth, "forward"), (0,))
     each(steps_of(run, "copy"), truth, stretches(truth, "copy"), (0,))
     assert median([one for one in steps_of(run, "copy") if one is not None]) == pytest.approx(0.5, rel=0.01)

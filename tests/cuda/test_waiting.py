@@ -44,8 +44,10 @@ def with_and_without(
 def test_examples_wait_no_more_than_without_dpmon(tmp_path: Path, gpus: SimulatedCuda, name: str, count: int) -> None:
     text = (NO_CUDNN if name == "model_parallel" else "") + (EXAMPLES / f"{name}.py").read_text()
     run, ours, theirs = with_and_without(tmp_path, gpus, text, STEPS[name], count, kernel_us=5)
-    losses, copies = len(run.events("loss")), "cudaMemcpyAsync"  # a loss is copied, and read a pass later
-    assert losses <= ours[copies] - theirs.get(copies, 0) <= losses + 1
+    copies, most_at_once = "cudaMemcpyAsync", 16
+    # A loss is copied, and read a pass later; a look at an optimizer copies a few weights and the losses.
+    read = len(run.events("loss")) + run.checked_values
+    assert read <= ours[copies] - theirs.get(copies, 0) <= read + most_at_once
     for function in {*WAITING_FUNCTIONS, *WORK_FUNCTIONS} - {copies}:
         assert ours.get(function, 0) == theirs.get(function, 0), function
     assert sum(ours.get(function, 0) for function in WORK_FUNCTIONS) >= 8  # otherwise there is nothing to compare

@@ -96,6 +96,11 @@ class TracedRun:
         ]
 
     @property
+    def checked_values(self) -> int:
+        """Return how many weights and losses all looks at optimizers have read."""
+        return sum(len(look.data["weights"]) + len(look.data["losses"]) for look in self.events("check"))
+
+    @property
     def complaints(self) -> list[str]:
         """Return all warnings of dpmon, wherever they were written, and errors of unreadable records."""
         return [*self.unreadable, *self.warnings, *(str(event.data["text"]) for event in self.events("warning"))]

@@ -61,7 +61,7 @@ def each(
     ]
     assert len(pairs) >= 3
     far = [(mine, true) for mine, true in pairs if mine is None or abs(mine - true) > 0.05 * true + 0.01]
-    with_copies = [(mine, true) for mine, true in far if mine is not None and 0 < true - mine <= own_ms + 0.1]
+    with_copies = [(mine, true) for mine, true in far if mine is not None and 0 < true - mine <= 1.05 * own_ms]
     far = [pair for pair in far if pair not in with_copies[:2]]
     assert not far, (len(far), len(pairs), far[:8])
 

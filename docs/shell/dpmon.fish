@@ -96,7 +96,7 @@ complete -c dpmon -n '_shtab_dpmon_using attach; and test $_shtab_dpmon_npos -eq
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a status -d 'Check the health of a run. Exit status: 0 fine, 3 not training (also after a run that ended well), 4 no such run, 5 stalled, 6 failed.'
 complete -c dpmon -n '_shtab_dpmon_using status' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using status' -l json -d 'one JSON object, for programs'
-complete -c dpmon -n '_shtab_dpmon_using status' -l explain -d 'what is known, in at most 40 lines for a person or an assistant'
+complete -c dpmon -n '_shtab_dpmon_using status' -l explain -d 'describe the run in at most 40 lines, for a person or an assistant'
 complete -c dpmon -n '_shtab_dpmon_using status' -l all -d 'all runs'
 complete -c dpmon -n '_shtab_dpmon_using status' -l wait -xka "fine starting training evaluating running 'waiting for data' 'saving a checkpoint' 'waiting for input' paused quiet stalled ended finished stopped interrupted failed killed" -d 'wait for a state: fine, starting, training, evaluating, running, waiting for data, saving a checkpoint, waiting for input, paused, quiet, stalled, ended, finished, stopped, interrupted, failed, killed'
 complete -c dpmon -n '_shtab_dpmon_using status' -l timeout -x -d 'longest wait; then the exit status is 124'

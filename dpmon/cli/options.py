@@ -237,7 +237,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--rank", type=_parse_offset, metavar="N", help="the rank (default: the straggler, else rank 0)")
         add("--steps", type=_parse_steps, default=3, metavar="N", help="how many steps, at most 20 (default: 3)")
     if command == "status":
-        add("--explain", action="store_true", help="what is known, in at most 40 lines for a person or an assistant")
+        add("--explain", action="store_true", help="describe the run in at most 40 lines, for a person or an assistant")
         add("--all", action="store_true", help="all runs")
         add("--wait", choices=WAIT_STATES, metavar="STATE", help=f"wait for a state: {', '.join(WAIT_STATES)}")
         add("--timeout", type=_parse_timeout, metavar="SECONDS", help="longest wait; then the exit status is 124")

@@ -517,16 +517,19 @@ def save_of(place: str, size: int | None, **absent: str) -> dict[str, Any]:
     return {**facts, "place": place, "bytes": size, "absent": absent}
 
 
+def run_with_saves(saves: tuple[dict[str, Any], ...]) -> RunAnalysis:
+    """Return a run of 40 s with these records of saves."""
+    return with_changes(
+        HEALTHY_RUN,
+        announced=RunEvents(checkpoints=saves),
+        time_by_activity={"training": 39 * SECOND},
+        until_ns=40 * SECOND,
+    )
+
+
 def test_the_line_that_saves_longest_is_named_with_size_bandwidth_and_file_system() -> None:
     saves = (save_of("a.py:1", 1 << 30), save_of("b.py:2", 1 << 30), save_of("b.py:2", 3 << 30))
-    (found,) = find_costly_checkpoints(
-        with_changes(
-            HEALTHY_RUN,
-            announced=RunEvents(checkpoints=saves),
-            time_by_activity={"training": 39 * SECOND},
-            until_ns=40 * SECOND,
-        )
-    )
+    (found,) = find_costly_checkpoints(run_with_saves(saves))
     assert found.text.endswith(": 2.00 GiB each at 1.00 GiB/s to nfs4 (b.py:2).")
     assert found.ground == "2 times torch.save, 4.00 s together"
     assert found.saves_s == 4.0
@@ -540,14 +543,7 @@ def test_the_line_that_saves_longest_is_named_with_size_bandwidth_and_file_syste
     ],
 )
 def test_checkpoints_of_unknown_size_have_a_reason(saves: tuple[dict[str, Any], ...], text: str) -> None:
-    (found,) = find_costly_checkpoints(
-        with_changes(
-            HEALTHY_RUN,
-            announced=RunEvents(checkpoints=saves),
-            time_by_activity={"training": 39 * SECOND},
-            until_ns=40 * SECOND,
-        )
-    )
+    (found,) = find_costly_checkpoints(run_with_saves(saves))
     assert f": {text} (a.py:1)." in found.text
 
 

@@ -80,6 +80,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         session: Any = Session(SimpleNamespace(directory=directory))  # type: ignore[arg-type]
+        training_process: Any = SimpleNamespace(pid=0)
+        loader_stacks.parent_process = lambda: training_process  # type: ignore[attr-defined]
         asleep = thread_share(lambda: loader_stacks.reply_in_worker(session), 4.0)
         taking = thread_share(lambda: loader_stacks._append_samples(os.path.join(directory, "none")), 8.0)
         print(f"CPU time of the thread: {asleep:.4%} asleep, {taking:.3%} while it takes samples")

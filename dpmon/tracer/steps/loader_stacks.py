@@ -9,11 +9,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 from collections import Counter
 from contextlib import suppress
 from multiprocessing.process import parent_process
 from random import Random
-from sys import _current_frames
 from time import monotonic, sleep
 from types import FrameType
 from typing import Any
@@ -26,6 +26,11 @@ from dpmon.tracer.note_files import write_file
 SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 30.0, 0.03, 0.25, 2.0, 50
 """Duration of sampling; mean time between samples, and time between a worker's searches for the file; wait for workers;
 maximum number of lines in a record."""
+SWITCH_INTERVAL_S = 0.0002
+"""Python's thread switch interval while samples are taken, which limits how late a sample is. After the usual 5 ms, the
+threads with a loader's code have long gone on, to one of the few lines in which they release the GIL."""
+_usual_switch_interval_s: float | None = None
+"""The script's own interval while samples are taken."""
 
 
 def record_loader_lines(session: Session) -> None:
@@ -56,6 +61,19 @@ def reply_in_worker(session: Session) -> None:
 
 def _append_samples(path: str) -> None:
     """Take samples for SAMPLE_S, and append the number of samples by line to a file, if it exists."""
+    global _usual_switch_interval_s
+    _usual_switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        lines = _take_samples()
+    finally:
+        _restore_switch_interval()
+    with suppress(FileNotFoundError), open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb", 0) as file:
+        file.write(json.dumps(lines).encode() + b"\n")
+
+
+def _take_samples() -> Counter[str]:
+    """Return the number of samples by line."""
     random, lines, due_s = Random(), Counter[str](), monotonic()  # the script's random numbers stay the same
     end_s = due_s + SAMPLE_S
     while due_s < end_s:
@@ -66,12 +84,19 @@ def _append_samples(path: str) -> None:
         is_collecting = gc.isenabled()
         gc.disable()  # a collection would run finalizers of the script on this thread
         try:
-            lines.update(filter(None, map(_find_line, _current_frames().values())))
+            lines.update(filter(None, map(_find_line, sys._current_frames().values())))
         finally:
             if is_collecting:
                 gc.enable()
-    with suppress(FileNotFoundError), open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb", 0) as file:
-        file.write(json.dumps(lines).encode() + b"\n")
+    return lines
+
+
+def _restore_switch_interval() -> None:
+    """Set the script's own interval again, also in a child that was forked while samples were taken."""
+    global _usual_switch_interval_s
+    if _usual_switch_interval_s is not None:
+        sys.setswitchinterval(_usual_switch_interval_s)
+        _usual_switch_interval_s = None
 
 
 def _find_line(innermost: FrameType) -> str | None:
@@ -85,3 +110,6 @@ def _find_line(innermost: FrameType) -> str | None:
             function, _, _ = frame.f_code.co_qualname.partition(".<locals>.<")  # a comprehension is part of it
             return f"`{shorten_name(function)}` ({file}:{frame.f_lineno})"
     return None
+
+
+os.register_at_fork(after_in_child=_restore_switch_interval)

@@ -75,13 +75,14 @@ class HostSyncSampler:
         return self._due_ns
 
     def _restore(self) -> None:
-        """Put back what was replaced."""
+        """Put back what was replaced. An interrupt leaves the rest to the next call."""
         while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is None:
-                delattr(owner, name)
-            else:
+            owner, name, original = self._originals[-1]
+            if original is not None:
                 setattr(owner, name, original)
+            elif name in vars(owner):
+                delattr(owner, name)
+            self._originals.pop()
 
     def _note(self, function: str, _: object, start_ns: int, *args: Any, **__: object) -> None:
         """Note the line of a call that waited, in place of the calls inside it."""

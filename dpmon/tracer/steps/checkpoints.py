@@ -14,7 +14,10 @@ from dpmon.record.span_format import Kind
 from dpmon.tracer.core.hidden_frames import iter_callers, replace_in_modules, wrap_rare_function
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
-_FUNCTIONS = ("torch.save", "torch.distributed.checkpoint.save", "safetensors.torch.serialize_file")
+_FUNCTIONS = (
+    *("torch.save", "torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save"),
+    "safetensors.torch.serialize_file",
+)
 """The functions that save. The save_file and save_model of safetensors look up serialize_file whenever they run."""
 POLL_NS, MIN_SAVE_NS = 1_000_000_000, 10_000_000
 """Interval between searches for new imports. Shorter saves are not recorded: a script may save in every step."""
@@ -82,5 +85,5 @@ def _measure(result: Any, targets: list[Any]) -> dict[str, Any]:
             with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
                 types = [line.partition(" - ")[2].split()[0] for line in mounts if device in line]
             return {"bytes": size, "filesystem": next(iter(types), "an unknown file system"), "absent": {}}
-    reason = "not saved to a file or directory"
+    reason = "not in a file when the call returned"
     return {"bytes": None, "filesystem": None, "absent": {"bytes": reason, "filesystem": reason}}

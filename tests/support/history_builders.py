@@ -454,7 +454,7 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("longest_steps", "gaps", "loaders", "paused", "whole_losses", "first_invalid_losses"), ()),
     **dict.fromkeys(("host_usage", "mode_comparison", "whole_communication", "last_step_ns", "end_ns", "death")),
     "time_by_activity": {}, "final_evaluation_ns": lambda _: 0, "names": {}, "process_numbers": [], "nodes": (),
-    "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
+    "order": (0,), "until_ns": 0, "_ranks": {}, "announced": RunEvents(), "raised": None, "memory_trends": [],
     "whole_efficiency": Efficiency(), "layouts": CallLayouts([], {}),
     "memory_events": dict.fromkeys(("growth", "host", "exit", "loader_lines", "compiles", "host_syncs"), ()),
     "store": HEALTHY_STORE,

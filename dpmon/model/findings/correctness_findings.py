@@ -13,7 +13,7 @@ from dpmon.store.events import read_events
 if TYPE_CHECKING:
     from dpmon.model.run_analysis import RunAnalysis
 
-KIND, MIN_LOOKS, MAX_CHECKS, MIN_LOSSES = "wrong", 3, 10_000, 20
+KIND, MIN_LOOKS, MAX_LOOKS, MAX_LOOKS_OF_PROCESS, MIN_LOSSES = "wrong", 3, 10_000, 100, 20
 _DDP_OPERATIONS = {"all_reduce", "broadcast"}
 """Through other operations, the loss of a rank may depend on the data of all ranks."""
 
@@ -24,7 +24,8 @@ def find_wrong_training(run: RunAnalysis) -> Iterator[Finding]:
     Its text stays the same while the problem lasts: without a screen, each text is printed once.
     """
     by_optimizer, by_update = defaultdict[Any, list[Any]](list), defaultdict[int, dict[Any, Any]](dict)
-    for look in (event.data for event in read_events(run.store, "check", limit=MAX_CHECKS)):
+    limit = min(MAX_LOOKS, MAX_LOOKS_OF_PROCESS * len(run.order))
+    for look in (event.data for event in read_events(run.store, "check", limit=limit)):
         by_optimizer[look["process"], look["optimizer_class"], " and ".join(look["roots"])].append(look)
         if look["weights"] and None not in look["weights"]:  # NaN
             by_update[look["update"]][look["rank"]] = look

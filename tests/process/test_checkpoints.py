@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dpmon.stalls.stall_detection import MAX_SAVE_NS, MIN_STALL_NS
+from support.findings_table import check_row, saving
 from support.run_harness import Dpmon, wait_for
 
 _INSTALLED = Path(sys.executable).with_name("torchrun")
@@ -67,10 +68,10 @@ def test_long_saves_are_named(dpmon: Dpmon, save: str) -> None:
     types = {line.split(" - ")[1].split()[0] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
     assert {record["filesystem"] for record in own} <= {*types, "an unknown file system"}
     (finding,) = findings
-    assert re.fullmatch(
-        r"Checkpoints take \d+% of the elapsed time: 4\.00 MiB each at [\d.]+ [KM]iB/s to [\w ]+ \(train\.py:18\)\.",
-        finding["text"],
-    )
+    pattern = r"Checkpoints take \d+% of the elapsed time: 4\.00 MiB each at [\d.]+ [KM]iB/s to [\w ]+ \(train\.py:18\)"
+    assert re.fullmatch(rf"{pattern}\.", finding["text"])
+    condition = "5% of the training and half a second in one line"
+    check_row(pattern, finding["text"][:-1], condition, "short saves", saving(finding["saves_s"]))
     assert finding["saves_s"] == pytest.approx(sum(record["save_s"] for record in own))
     assert "async_save" in finding["advice"]
 

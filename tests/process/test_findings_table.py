@@ -1,24 +1,18 @@
-"""Scripts that are slow or fail have their finding, and similar ones have none; a table in the docs shows both."""
+"""Scripts that are slow have their finding, and similar ones have none; a table in the docs shows both."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from support.findings_table import check_row
+from support.findings_table import check_row, saving
 from support.run_harness import Dpmon
 
 LIMIT_S = 500
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
-_INSTALLED = Path(sys.executable).with_name("torchrun")
-TORCHRUN = [str(_INSTALLED) if _INSTALLED.exists() else "torch.distributed.run", "--nproc-per-node", "2"]
-if not _INSTALLED.exists():
-    TORCHRUN.insert(0, "-m")
 
 
 class Case(NamedTuple):
@@ -31,7 +25,6 @@ class Case(NamedTuple):
     script: str
     wrong: str
     right: str
-    launcher: list[str] = []  # noqa: RUF012 - never changed
 
 
 LOADER = """\
@@ -66,21 +59,6 @@ for step, rows in enumerate(DataLoader(Rows(), 8)):
     if step == 1000:  # a minute or more
         break
 """
-CHECKPOINTS = """\
-import time, torch
-class Slow:  # the time that a slow disk takes
-    def __reduce__(self):
-        time.sleep(SAVE_S)
-        return str, ()
-model = torch.nn.Linear(16, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(1, 61):
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    time.sleep(0.01)
-    if step % 20 == 0:
-        torch.save([torch.zeros(1 << 20), Slow()], "model.pt")
-"""
 COMPILE = """\
 import time, torch
 from torch import nn
@@ -110,44 +88,6 @@ for step in range(40):
             compiled(torch.ones(32, 8), 2)
         model.train()
 """
-WORKER = """\
-import os, signal, torch
-from torch.utils.data import DataLoader, Dataset
-class Samples(Dataset):
-    def __len__(self):
-        return 400
-    def __getitem__(self, i):
-        if i == 211 and KILLED:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.randn(16)
-model = torch.nn.Linear(16, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for n, x in enumerate(DataLoader(Samples(), 8, num_workers=2)):
-    model(x).sum().backward()
-    optimizer.step()
-    if n == 40:
-        raise ValueError("on purpose")
-"""
-RANKS = """\
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-class Shard(IterableDataset):
-    def __iter__(self):
-        for _ in range(8 * (34 if rank else FIRST)):
-            yield torch.randn(16)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 64))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for n, x in enumerate(DataLoader(Shard(), batch_size=8), 1):
-    model(x).pow(2).mean().backward()
-    optimizer.step()
-    if n == 20 and FIRST == 34:
-        dist.barrier()
-        raise ValueError("on purpose")
-dist.all_reduce(torch.ones(1))
-"""
 CASES = {
     "loader": Case(
         r"\d+%(?: \(\d+% to \d+%\))? of the loader's time is in `augment` \(train\.py:\d+\)",
@@ -156,14 +96,6 @@ CASES = {
         LOADER,
         "DECODE_S, AUGMENT_S, TRAIN_S = 0.002, 0.006, 0",
         "DECODE_S, AUGMENT_S, TRAIN_S = 0, 0, 0.05",
-    ),
-    "checkpoints": Case(
-        r"Checkpoints take \d+% of the elapsed time: .+ \(train\.py:14\)",
-        "5% of the training and half a second in one line",
-        "short saves",
-        CHECKPOINTS,
-        "SAVE_S = 1",
-        "SAVE_S = 0",
     ),
     "recompiled": Case(
         r"torch\.compile compiled train\.py:\d+ again \d+ times after a guard like `factor == \d+` had failed",
@@ -181,30 +113,13 @@ CASES = {
         "CHANGES, BREAKS = False, True",
         "CHANGES, BREAKS = False, False",
     ),
-    "worker": Case(
-        r"a DataLoader worker \(pid \d+\) was killed by SIGKILL before batch \d+, with at most \d+ MiB resident",
-        "the status of an ended worker",
-        "an exception while the workers live",
-        WORKER,
-        "KILLED = True",
-        "KILLED = False",
-    ),
-    "ranks": Case(
-        r"rank 1 left its loop after batch 34; rank 0 was in batch 35",
-        "ranks that were in different batches at an end by failure",
-        "an exception of ranks in the same batch",
-        RANKS,
-        "FIRST = 40",
-        "FIRST = 34",
-        TORCHRUN,
-    ),
 }
 
 
 def find_cause(dpmon: Dpmon, case: Case, setting: str) -> tuple[str, float | None] | None:
     """Run the script with a setting; return the sentence about the cause and its seconds; None without a finding."""
     script = dpmon.script(f"{setting}\n{case.script}", "train.py")
-    result = dpmon.run("--headless", *case.launcher, script, limit=LIMIT_S)
+    result = dpmon.run("--headless", script, limit=LIMIT_S)
     assert "dpmon's tracer failed" not in result.errors
     findings: list[dict[str, Any]] = json.loads(dpmon.run("report", "--json").text)["findings"]
     for finding in findings:
@@ -220,8 +135,7 @@ def test_a_cause_is_named(dpmon: Dpmon, name: str) -> None:
     cause = find_cause(dpmon, case, case.wrong)
     assert cause is not None
     sentence, saves_s = cause
-    seconds = "none to save" if saves_s is None else f"at most {saves_s:.1f} to save"
-    check_row(case.sentence, sentence, case.condition, case.silence, seconds)
+    check_row(case.sentence, sentence, case.condition, case.silence, saving(saves_s))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -25,3 +25,8 @@ def check_row(pattern: str, finding: str, condition: str, silence: str, seconds:
     _, *facts, known_seconds = rows[index]
     assert facts == [condition, silence]
     assert re.sub(r"[\d.]+", "", known_seconds) == re.sub(r"[\d.]+", "", seconds)
+
+
+def saving(saves_s: float | None) -> str:
+    """Return what a finding could save (s), as the table says it."""
+    return "none to save" if saves_s is None else f"at most {saves_s:.1f} to save"

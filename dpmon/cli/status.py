@@ -74,7 +74,7 @@ def explain_run(directory: Path, health: Health, members: dict[str, Any]) -> lis
     with suppress(RunError), open_report_data(directory) as report:
         times = time_by_activity_sentences(report.run, report.run.time_by_activity, has_ended=report.has_ended)
         command = f"command: {' '.join(report.run_info.command)}"
-        findings = [f"{finding.text} Evidence: {finding.ground}; {finding.advice_text}" for finding in report.findings]
+        findings = [finding.whole_text for finding in report.findings]
         findings = [*(findings or [no_findings_text(report)]), *busy_cpus_note(report.run)]
         lines = [command, *setup_facts(report), *basic_facts(report), *times, *lines, *findings]
     commands = {"why": "where each rank is", "report": "the whole report", "export": "every record"}

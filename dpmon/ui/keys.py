@@ -202,7 +202,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
         ".", "rank(1)", _shown_when(_has_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"
     ),
     KeyCommand(",", "rank(-1)", _shown_when(_has_ranks, ""), "panel 3 of the previous rank", "comma"),
-    KeyCommand("w", "why", _why_label, "what each rank does now, with its stack, and who waits for whom"),
+    KeyCommand("w", "why", _why_label, "what costs time or is wrong, and what each rank does now, with its stack"),
     KeyCommand(
         "l",
         "slowest",

@@ -690,7 +690,7 @@ class Monitor(App[str]):
         if process is None or process.last_step is None:
             self.show_message("no step has finished yet")
             return
-        dialog = StepList(f"The longest steps · {format_time_range(data.view.range_s)}", self.style)
+        dialog = StepList(f"The longest steps after the warm-up · {format_time_range(data.view.range_s)}", self.style)
 
         def read() -> str | None:
             dialog.slow_steps = self.live_run.slow_steps(data, _MAX_LISTED_STEPS)

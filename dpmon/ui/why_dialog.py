@@ -1,4 +1,4 @@
-"""What each rank does, and its stack: now, asked for every few seconds, or as it was in a stall."""
+"""What costs time or is wrong, and what each rank does: now, asked for every few seconds, or in a past stall."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import format_state
 from dpmon.stalls.stall_report import StallReport, request_and_wait
 from dpmon.stalls.why_text import format_report
@@ -16,8 +17,8 @@ from dpmon.ui.screen_data import ScreenData, no_progress_text
 from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_style import TerminalStyle
 
-REQUEST_INTERVAL_S = 5.0
-"""Seconds from a reply to the next request."""
+REQUEST_INTERVAL_S, MAX_CAUSE_CHARS = 5.0, 2_000
+"""Seconds from a reply to the next request; maximum length of the text about one cause."""
 
 
 class WhyDialog(TextPages):
@@ -35,9 +36,16 @@ class WhyDialog(TextPages):
         title_suffix = (
             "" if recorded is None or stall is None else f", as detected at {format_elapsed(stall.noticed_ns)}"
         )
-        super().__init__(f"Why{title_suffix}", self._reply_rows, style)
+        super().__init__(f"Why{title_suffix}", self._rows, style)
         self._screen_data, self._directory, self._recorded = screen_data, directory, recorded
         self._reply: StallReport | str = recorded or "asking the training processes ..."
+
+    def _rows(self, width: int) -> list[Row]:
+        """Return in full what the message on the screen says, and the reply below it."""
+        if self._recorded is not None or not self._screen_data().causes:
+            return self._reply_rows(width)
+        texts = [sanitize_line(cause.whole_text, MAX_CAUSE_CHARS) for cause in self._screen_data().causes]
+        return [[(line, "")] for text in texts for line in (*wrap_text(text, width), "")] + self._reply_rows(width)
 
     def _reply_rows(self, width: int) -> list[Row]:
         reply = self._reply

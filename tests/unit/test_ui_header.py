@@ -14,12 +14,14 @@ from dpmon.ui.panels.panel_status import render_panel, reports_straggler
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.time_cursor import TimeCursor
+from dpmon.ui.why_dialog import WhyDialog
 from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
 from support.screen_harness import open_screen
 from support.screen_states import (
     RUN_INFO,
+    STYLE,
     exit_info_of,
     progress_in_epochs,
     screen_data_of,
@@ -72,6 +74,13 @@ def test_what_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch, kind: st
     assert "\x1b" not in head(alone)[1]
     over = replace(alone, exit_info=exit_info_of(0, None, alone.now_ns), is_command_alive=False)
     assert "learning rate" not in "".join(head(over))
+    dialog = WhyDialog(lambda: alone, Path("/nonexistent"), None, STYLE)
+    rows = [plain_text(row) for row in dialog._rows(30)]
+    assert " ".join(rows).startswith("the learning rate")
+    assert " ".join(rows).endswith(
+        "of SGD is 0. Evidence: three looks; try: another rate  asking the training processes ..."
+    )
+    assert not [row for row in rows if "\x1b" in row or len(row) > 40]
 
 
 @pytest.mark.parametrize(

@@ -40,3 +40,8 @@ class Finding(NamedTuple):
     def advice_text(self) -> str:
         """The advice with its largest gain: "try (saves at most 1.20 s of 97.0 s): more workers"."""
         return f"try{f' ({self.gain_text})' if self.gain_text else ''}: {self.advice}"
+
+    @property
+    def whole_text(self) -> str:
+        """The problem, its evidence and the advice."""
+        return f"{self.text} Evidence: {self.ground}; {self.advice_text}"

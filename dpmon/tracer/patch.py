@@ -161,7 +161,7 @@ def install() -> None:
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (flops, *parts, walker, profiler, syncs, checks, responder)]
-    _install_exit_hooks(session, recorder, roots, memory, losses, collectives, loaders, responder, resets)
+    _install_exit_hooks(session, recorder, roots, memory, losses, collectives, compiles, loaders, responder, resets)
     atexit.register(profiler.end)  # first, because the interpreter could crash if it ended during a profile
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
@@ -187,6 +187,7 @@ def _install_exit_hooks(
     memory: MemoryTracer,
     losses: LossTracer,
     collectives: CollectiveSampler,
+    compiles: CompileReader,
     loaders: LoaderTracer,
     responder: ResponderThread,
     resets: Sequence[Callable[[], None]],
@@ -200,7 +201,8 @@ def _install_exit_hooks(
             append_note(exception_note, "endings.log")
 
     def finish() -> None:
-        for end_part in (responder.at_exit, collectives.at_exit, losses.at_exit, recorder.at_exit, note_uncaught):
+        parts = responder, collectives, compiles, losses, recorder
+        for end_part in (*[part.at_exit for part in parts], note_uncaught):
             with session.guard("end of the process"):
                 try:
                     end_part()

@@ -55,6 +55,8 @@ def traced(place: Path, compiles: bool = True, changes: bool = False, breaks: bo
     run = TracedScript(place, text, fresh=True).end(LIMIT_S)
     assert run.status == 0, run.err
     assert run.complaints == []
+    phases = [span.phase for step in run.steps() for span in step.spans]
+    assert phases.count("backward") == phases.count("optimizer") == 17, "none of those that are traced inside a call"
     return [dict(event.data) for event in run.events("compiles")]
 
 
@@ -127,3 +129,17 @@ def test_another_version_of_torch_has_a_reason(tmp_path: Path) -> None:
     assert run.complaints == []
     (event, *_) = run.events("compiles")
     assert "version of torch" in event.data["absent"]["again"]
+
+
+def test_a_fraction_that_changes_is_one_guard_with_its_line(tmp_path: Path) -> None:
+    """Dynamo has the line only for the first failure. The last step compiles, too."""
+    changes = "y = self.layer(x)\n        keep = int(x.shape[1] * factor)"
+    text = TEXT.replace("y = self.layer(x)", changes).replace("int(factor))", "0.9 - 0.03 * step)")
+    text = text.replace("return y * factor", "return y[:, :keep]").partition("model(torch.ones(1")[0]
+    run = TracedScript(tmp_path, f"COMPILES, CHANGES, BREAKS = True, True, False\n{text}", fresh=True).end(LIMIT_S)
+    assert (run.status, run.complaints) == (0, []), run.err
+    newest = run.events("compiles")[-1].data
+    ((place, guard, count),) = newest["again"]
+    assert place == f"script.py:{text[: text.index('keep =')].count(chr(10)) + 2}"
+    assert guard.startswith("factor == 0.")
+    assert (count, newest["compilations"]) == (7, 8), "torch compiles a function eight times at most"

@@ -280,8 +280,8 @@ def find_compilations(run: RunAnalysis) -> Iterator[Finding]:
         for place, guard, count in data["again"][:1]:
             text = f"{who} compiled {place} again {count:,} times after a guard like `{guard}` had failed."
             advice = (
-                "batches of one size (drop_last=True, a padded last batch) or torch._dynamo.mark_dynamic, if a size"
-                " differs; otherwise keep what the guard compares constant, or pass it as a tensor"
+                "keep what the guard compares constant, or pass it as a tensor; if it is a size: batches of one size"
+                " (drop_last=True, a padded last batch) or torch._dynamo.mark_dynamic"
             )
             if count >= MIN_RECOMPILATIONS:
                 yield Finding("recompiled", text, evidence, advice, again_ns / run.until_ns, again_ns / SECOND)

@@ -21,6 +21,7 @@ from time import monotonic_ns
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, HeaderWord, SpanRing
@@ -313,6 +314,7 @@ class SpanRecorder:
         session, threads, make_thread_state = self.session, self.threads, self.current_thread_state
         is_compiling, run_in_span = torch.compiler.is_dynamo_compiling, self.run_in_span
         graph_task = torch._C._current_graph_task_id  # autograd also runs nested backward passes on its own threads
+        tracing_context = TracingContext.try_get
         is_fetch, loops = span_kind == Kind.FETCH, self.loops
 
         def wrapper(*args: object, **kwargs: object) -> object:
@@ -326,6 +328,8 @@ class SpanRecorder:
                     outer_kind = self.current_open_kind(thread)
                 # Recomputation belongs to the backward pass that needs it.
                 if outer_kind == Kind.BACKWARD or (not is_fetch and graph_task() != -1):
+                    return original(*args, **kwargs)
+                if outer_kind and tracing_context() is not None:  # torch.compile traces a backward pass inside a call
                     return original(*args, **kwargs)
                 phase_timer, sizes, first_word = None, None, span_kind | outer_kind << INSIDE_AT | thread.thread_bits
                 try:

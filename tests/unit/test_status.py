@@ -310,6 +310,7 @@ def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: 
     ids=["elsewhere", "lost"],
 )
 def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
+    state: Path,
     about: dict[str, Any],
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -433,7 +434,7 @@ def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
         lambda: live(*(Event("warning", {"t_s": 1.0, "process": 0, "text": f"w{i}"}) for i in range(60))),
     ],
 )
-def test_a_run_is_explained_in_at_most_40_lines(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_explained_in_at_most_40_lines(make: Any, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_id = load_info(make()).id
     without = main(["status", run_id])
     capsys.readouterr()

@@ -47,7 +47,8 @@ def _find_problems(optimizer: str, model: str, looks: list[Any]) -> Iterator[tup
         text = f"No parameter of {optimizer} belongs to a model that is called, and none has ever had a gradient."
         yield text, "an optimizer made of the parameters of the called model"
     if unused:
-        yield f"No gradient has ever reached {', '.join(unused)} of {model}.", "requires_grad_(False) if that is right"
+        advice = "a look at its use (.data, detach, no_grad, an unused branch); requires_grad_(False) if that is right"
+        yield f"No gradient has ever reached {', '.join(unused)} of {model}.", advice
     if all(look["evaluating"] for look in looks):
         yield f"{model} is in eval mode while it trains.", "model.train()"
     if not any(look["has_rate"] for look in looks):
@@ -85,7 +86,8 @@ def _compare_ranks(run: RunAnalysis, updates: list[dict[Any, Any]]) -> Iterator[
     ground, sums = f"at {MIN_LOOKS} looks at {len(ranks)} ranks after equal updates", communication.collectives
     if is_apart and not (communication.synced or communication.unsynced):
         text = "Nothing averages the gradients: the weights of the ranks differ."
-        by = f"by up to {100 * gaps[-1]:.2g}% {ground}; no backward pass began at a DistributedDataParallel"
+        gap = f"a sampled weight differs by up to {100 * gaps[-1]:.2g}%"
+        by = f"{gap} {ground}; no backward pass began at a DistributedDataParallel"
         yield Finding(KIND, text, by, "calling the DistributedDataParallel in the loop, not its .module", 1.0)
     is_own = bool(sums.own or {operation.name for operation in sums.operations} - _DDP_OPERATIONS)
     if has_equal_data and sums.samples and not is_own:

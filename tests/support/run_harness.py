@@ -357,7 +357,8 @@ class Terminal:
         os.set_blocking(self.fd, False)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _IN_TERMINAL, *(argv or dpmon.words(*words))],
-            stdin=slave, stdout=slave, stderr=slave, cwd=dpmon.cwd, env=dpmon.environment(env),
+            stdin=slave, stdout=slave, stderr=slave, cwd=dpmon.cwd,
+            env=dpmon.environment({"TERM": "xterm-256color", **env}),
         )  # fmt: skip
         os.close(slave)
         dpmon.started.append(self.process)

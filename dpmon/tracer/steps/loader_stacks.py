@@ -27,8 +27,8 @@ SAMPLE_S, INTERVAL_S, POLL_INTERVAL_S, MAX_REPLY_S, MAX_LINES = 30.0, 0.03, 0.25
 """Duration of sampling; mean time between samples, and time between a worker's searches for the file; wait for workers;
 maximum number of lines in a record."""
 SWITCH_INTERVAL_S = 0.0002
-"""Python's thread switch interval while samples are taken, which limits how late a sample is. After the usual 5 ms, the
-threads with a loader's code have long gone on, to one of the few lines in which they release the GIL."""
+"""Python's thread switch interval while samples are taken: a sample waits about this long for the GIL. With the usual
+5 ms, it mostly got the GIL where the loader's code released it, which few lines do."""
 _usual_switch_interval_s: float | None = None
 """The script's own interval while samples are taken."""
 

@@ -42,9 +42,8 @@ class WhyDialog(TextPages):
 
     def _rows(self, width: int) -> list[Row]:
         """Return in full what the message on the screen says, and the reply below it."""
-        if self._recorded is not None or not self._screen_data().causes:
-            return self._reply_rows(width)
-        texts = [sanitize_line(cause.whole_text, MAX_CAUSE_CHARS) for cause in self._screen_data().causes]
+        causes = self._screen_data().causes if self._recorded is None else []
+        texts = [sanitize_line(cause.whole_text, MAX_CAUSE_CHARS) for cause in causes]
         return [[(line, "")] for text in texts for line in (*wrap_text(text, width), "")] + self._reply_rows(width)
 
     def _reply_rows(self, width: int) -> list[Row]:

@@ -12,6 +12,7 @@ import pytest
 
 from dpmon.model.findings.correctness_findings import find_wrong_training
 from dpmon.store.events import event_to_json
+from support.baseline_comparison import run_unless_aborted
 from support.findings_table import check_row
 from support.history_builders import HEALTHY_STORE, run_analysis_with
 from support.run_harness import Dpmon, wait_for
@@ -317,13 +318,14 @@ def test_a_loss_that_never_changes(dpmon: Dpmon) -> None:
 )
 def test_ranks(dpmon: Dpmon, sentence: str, changes: str) -> None:
     script = dpmon.script(RANKS.format(changes=changes))
-    result = dpmon.run("--headless", "--name", "ranks", "torchrun", "--nproc_per_node", "2", script)
-    assert "dpmon's tracer failed" not in result.errors  # gloo may abort a rank when it exits
-    findings = json.loads(dpmon.run("report", "ranks", "--json").text)["findings"]
+    words = "--headless", "torchrun", "--nproc_per_node", "2", script
+    result = run_unless_aborted(lambda _: dpmon.run(*words), lambda ended: ended.errors)
+    assert result.status == 0, result.errors
+    findings = json.loads(dpmon.run("report", "--json").text)["findings"]
     wrong = [finding["text"] for finding in findings if finding["kind"] == "wrong"]
     assert [text for text in wrong if not (sentence and text.startswith(sentence))] == []
     assert bool(wrong) == bool(sentence)
-    looks = [json.loads(line) for line in dpmon.run("export", "ranks", "--kind", "check").text.splitlines()]
+    looks = [json.loads(line) for line in dpmon.run("export", "--kind", "check").text.splitlines()]
     times = [look["t_s"] for look in looks if look["process"] == 0]
     assert len(times) >= 4
     if sentence:

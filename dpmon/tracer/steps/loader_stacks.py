@@ -73,7 +73,7 @@ def _append_samples(path: str) -> None:
 
 
 def _take_samples() -> Counter[str]:
-    """Return the number of samples by line."""
+    """Take samples for SAMPLE_S, and return their number by line."""
     random, lines, due_s = Random(), Counter[str](), monotonic()  # the script's random numbers stay the same
     end_s = due_s + SAMPLE_S
     while due_s < end_s:

@@ -84,8 +84,8 @@ def read_rank_times(
 ) -> tuple[RankTimes, ...]:
     """Return the mean times of ranks that train together, by rank, as of the newest step of `focus`, one of them.
 
-    They cover whole seconds, at least RANK_S, and about RANK_STEPS steps. With several nodes, the seconds in `stalled`
-    are left out.
+    They cover at least RANK_S seconds and about RANK_STEPS steps. The newest second counts as a whole one. With several
+    nodes, the seconds in `stalled` are left out.
     """
     if focus.last_step is None:
         return ()

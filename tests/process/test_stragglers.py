@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from dpmon.model.rank_stats import RANK_S
 from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.stragglers import MIN_STEPS
 from support.baseline_comparison import records_of_kind, run_unless_aborted
 from support.history_builders import snapshot_of_directory
 from support.run_harness import Dpmon
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "straggler.py"
+STOOD_STILL_MS = 2000
+"""Time of a step that only a process that stood still takes, in any of these runs."""
 Times = dict[int, list[Any]]
 
 
@@ -33,17 +37,22 @@ class Run:
         return sorted(self.own)
 
 
-def run_of(dpmon: Dpmon, *words: object) -> Run:
-    result = run_unless_aborted(
-        lambda _: dpmon.run(*dpmon.warm(), "--headless", SCRIPT, *words), lambda ended: ended.errors
-    )
-    assert result.status == 0, result.errors
-    said = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
-    own, steps = (
-        {rank: [one for one in each if one["rank"] == rank] for rank in sorted({one["rank"] for one in each})}
-        for each in (said, records_of_kind(dpmon.records(), "step"))
-    )
-    return Run(own, steps, snapshot_of_directory(dpmon.last(), over=True))
+def run_of(dpmon: Dpmon, *words: object, tries: int = 4) -> Run:
+    """Run the script until no rank stood still in a step, which would be a delay that the test did not ask for."""
+    for _ in range(tries):
+        result = run_unless_aborted(
+            lambda _: dpmon.run(*dpmon.warm(), "--headless", SCRIPT, *words), lambda ended: ended.errors
+        )
+        assert result.status == 0, result.errors
+        said = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
+        own, steps = (
+            {rank: [one for one in each if one["rank"] == rank] for rank in sorted({one["rank"] for one in each})}
+            for each in (said, records_of_kind(dpmon.records(), "step"))
+        )
+        run = Run(own, steps, snapshot_of_directory(dpmon.last(), over=True))
+        if max(step["step_ms"] for of_rank in own.values() for step in of_rank) < STOOD_STILL_MS:
+            break
+    return run
 
 
 def check_joined(
@@ -74,7 +83,11 @@ def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None
     assert (found.rank, found.phase) == (1, phase)
     assert found.excess_ns == pytest.approx(80e6, rel=0.4)
     assert found.slowest is not None
-    assert found.slowest > 0.9 * found.steps > 40
+    assert found.slowest > 0.9 * found.steps
+    # Of the newest second, only a part may have passed.
+    ends_s = {rank: [int(step["start_s"] + step["wall_ms"] / 1000) for step in run.steps[rank]] for rank in run.ranks}
+    newest_s = max(seconds[-1] for seconds in ends_s.values())
+    assert found.steps == sum(end_s > newest_s - RANK_S for end_s in ends_s[1]) > MIN_STEPS
     assert (found.own_ns or 0) - (found.others_ns or 0) == pytest.approx(80e6, rel=0.4)
 
 

@@ -56,15 +56,15 @@ class Trainer:
         batches = iter(loader(steps, self.workers))
         if self.since is None:
             self.since = clock()
+        self.apart["between steps"] += clock() - self.since
         while True:
             asked = clock()
-            try:
-                (x,) = next(batches)
-            except StopIteration:
-                return
+            (x,) = next(batches, (None,))
             held = clock() - asked
-            if sys.argv[1] == "asked" and held > 0.5:  # a pause
+            if sys.argv[1] == "asked" and held > 0.5:  # a pause, perhaps at the end of the epoch
                 self.leave_out("paused", held)
+            if x is None:
+                return
             SEEN.clear()
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
@@ -90,11 +90,6 @@ class Trainer:
             self.model.train()
         self.leave_out("evaluation", clock() - began)
 
-    def rest(self, seconds):
-        began = clock()
-        time.sleep(seconds)
-        self.apart["between steps"] += clock() - began
-
     def told(self):
         return json.dumps({"samples": self.samples, "seconds": self.seconds, "apart": self.apart})
 
@@ -112,7 +107,7 @@ def epochs():
     trainer = Trainer()
     for number in range(5):
         if number:
-            trainer.rest(0.5)
+            time.sleep(0.5)
         trainer.epoch(10)
     trainer.tell()
 
@@ -175,7 +170,7 @@ def asked():
     Path("began").touch()
     while not Path("stop").exists():
         trainer.epoch(20)
-        trainer.rest(0.1)
+        time.sleep(0.1)
     trainer.epoch(5)
     trainer.tell()
 
@@ -204,7 +199,7 @@ def rank(index, store):
     torch.distributed.barrier()
     for number in range(4):
         if number:
-            trainer.rest(0.2)
+            time.sleep(0.2)
         trainer.epoch(15)
     Path(f"told-{index}").write_text(trainer.told())
     torch.distributed.barrier()

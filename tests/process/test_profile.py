@@ -237,17 +237,14 @@ for step in range(100_000):
 
 
 def test_the_straggler_of_two_ranks_is_profiled(dpmon: Dpmon) -> None:
-    def run(_: int) -> Any:
-        dpmon.start("--headless", dpmon.script(RANKS))
+    def straggler() -> Any:
+        members = json.loads(dpmon.run("status", "--json").out)
+        return ((members.get("communication") or {}).get("straggler") or {}).get("rank")
 
-        def straggler() -> Any:
-            members = json.loads(dpmon.run("status", "--json").out)
-            return ((members.get("communication") or {}).get("straggler") or {}).get("rank")
-
-        assert wait_for(straggler, 200) == 1
-        return dpmon.run("profile", "--json")
-
-    done = run(0)
+    dpmon.start("--headless", dpmon.script(RANKS))
+    dpmon.info()
+    assert wait_for(straggler, 200) == 1
+    done = dpmon.run("profile", "--json")
     assert done.status == 0, done.errors
     said = json.loads(done.text)
     assert said["rank"] == 1

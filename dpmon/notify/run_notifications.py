@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from dpmon.model.findings.correctness_findings import KIND as WRONG
 from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall, final_stall, final_stall_sentence
 from dpmon.record.schema import SECOND
@@ -56,7 +58,10 @@ def find_notifications(
     for finding in findings:
         if finding.weight >= MIN_WEIGHT and finding.kind not in _OTHER_EVENT_KINDS:
             event_type = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
-            yield Notification(event_type, finding.kind, finding._asdict())
+            key = finding.kind
+            if key == WRONG:  # a training may be wrong in several ways, each with a text of its own
+                key += f"-{zlib.crc32(finding.text.encode(errors='replace')):08x}"
+            yield Notification(event_type, key, finding._asdict())
     if health.end is not None:
         event_type = "dpmon.run.failed" if health.exit_status == HAS_FAILED else "dpmon.run.ended"
         text = health.sentence(elapsed_s)

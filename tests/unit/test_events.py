@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -71,6 +71,17 @@ def test_what_happened(state: RunAnalysis, now: Health, found: tuple[Finding, ..
     events = list(find_notifications(state.stalls, state.newest_ns, now, 100.0, found))
     assert [(event.type, event.key, event.at_s) for event in events] == expected
     assert all(event.data["text"] for event in events)
+
+
+def test_each_way_in_which_a_training_is_wrong_is_an_event() -> None:
+    texts = "The learning rate of SGD is 0.", "Net is in eval mode while it trains.", "No gradient for \udc80."
+
+    def keys(texts: Sequence[str]) -> list[str]:
+        findings = [Finding("wrong", text, f"at 3 looks up to update {len(texts)}", "advice", 1.0) for text in texts]
+        return [event.key for event in find_notifications((), -1, TRAINING, 100.0, findings)][1:]
+
+    assert len({*keys(texts)}) == len(texts)
+    assert keys(texts[:1]) == keys(texts)[:1]
 
 
 def test_the_end_of_a_stuck_run_names_its_cause() -> None:

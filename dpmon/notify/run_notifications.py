@@ -59,8 +59,8 @@ def find_notifications(
         if finding.weight >= MIN_WEIGHT and finding.kind not in _OTHER_EVENT_KINDS:
             event_type = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
             key = finding.kind
-            if key == WRONG:  # a training may be wrong in several ways, each with a text of its own
-                key += f"-{zlib.crc32(finding.text.encode(errors='replace')):08x}"
+            if key == WRONG:  # in several ways, each with its own advice; names in the text may change
+                key += f"-{zlib.crc32(finding.advice.encode()):08x}"
             yield Notification(event_type, key, finding._asdict())
     if health.end is not None:
         event_type = "dpmon.run.failed" if health.exit_status == HAS_FAILED else "dpmon.run.ended"

@@ -11,6 +11,7 @@ import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from itertools import pairwise
 from typing import Any
 
 from dpmon.record.schema import SECOND, step_kind
@@ -105,7 +106,8 @@ class IncrementalRows:
         self._narrowest = 10 if sparse else 1
         """Width of the narrowest buckets that are sent."""
         self._widths = [width for width in WIDTHS if shift_s % width == 0]
-        """The widths of which all buckets are sent. With a wrong clock, others do not begin as those of the reader."""
+        """The widths of which all buckets are sent. With a wrong clock, others do not begin as those of the reader, and
+        are sent only for the time without finer ones."""
         self._backlog: list[str] = []
         """SQL conditions for buckets of earlier time that are not sent yet, each for about MAX_BUCKETS of all keys."""
         self._first_seconds: dict[int, int] = {}
@@ -191,7 +193,7 @@ class IncrementalRows:
                 name = f"{name} + {self._shift_ns}"
             elif name == "start_s" and self._shift_s:
                 width = {"collective_sums": "1", "device_rollups": "60"}.get(table, "width")
-                name = f"(start_s + {self._shift_s} + {width} / 2) / {width} * {width}"
+                name = f"(start_s + {self._shift_s}) / {width} * {width}"
             elif (table, name) == ("events", "process"):
                 name = "ifnull(process, -1)"  # events of the supervisor have no process
             expressions.append(name)
@@ -313,7 +315,7 @@ class IncrementalRows:
         factor, count = 1 if self._is_new else RECONNECT_FACTOR, self._buckets_per_chunk(store)
         sent_until_s = max(self._tallied_s, store.origin_s)
         self._changed_from_s = sent_until_s - CHANGED_S
-        for width in WIDTHS[WIDTHS.index(self._narrowest) :]:
+        for finer, width in pairwise((0, *WIDTHS[WIDTHS.index(self._narrowest) :])):
             first_s = store.buckets.deleted_until[width]
             if self._rollups and width in INITIAL_BUCKETS_S:
                 first_s = max(first_s, upto_s - factor * INITIAL_BUCKETS_S[width])
@@ -326,7 +328,7 @@ class IncrementalRows:
                 continue
             end_s = store.buckets.made_until[width]
             if width not in self._widths:
-                end_s = min(end_s, self._first_seconds.get(self._narrowest, 0)) // width * width
+                end_s = min(end_s, self._first_seconds.get(finer, 0))
             for start_s in range(begin_s, end_s, count * width):
                 stop_s = min(start_s + count * width, end_s)
                 self._backlog.append(f"width = {width} AND start_s >= {start_s} AND start_s < {stop_s}")

@@ -13,7 +13,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from dpmon.store.sync_passes import RankGroups, SyncStep, join_sync_steps, sync_
 from dpmon.store.table import NUMBERED, SEQ
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, KeyNumbers, TallyKey
 from dpmon.store.tally_tables import add_steps
-from dpmon.store.time_buckets import WIDTHS, merge_buckets, note_deleted
+from dpmon.store.time_buckets import WIDTHS, existing_widths, merge_buckets, note_deleted
 
 MAX_HISTORY_BYTES = 1 << 30
 _MAX_LAG_S = 3600
@@ -150,6 +150,7 @@ class MirrorHistory:
         new_steps = STEPS.select(self._history.connection, condition, (self._history.next_id,))
         self._sync_steps += self._waits.sync_steps(node, new_steps)
         self._history.next_id += len(ids)
+        self._remake_buckets(node, chunk.lines)
         deleted = beat.get("deleted")
         for width, second in deleted.items() if isinstance(deleted, dict) else ():
             if width in map(str, WIDTHS[:-1]) and type(second) is int and 0 < second <= beat["tallied_s"]:
@@ -197,6 +198,28 @@ class MirrorHistory:
                 self._waits.handle_event(process, event.kind, event.data)
             rows.append([*(values | {"json": text}).values()])
         return RowLine("events", rows)
+
+    def _remake_buckets(self, node: NodeRow, lines: Iterable[RowLine]) -> None:
+        """Make those wider buckets of a node again that were made before these lines arrived.
+
+        It may be reached after other nodes, and it sends seconds again that have changed. Buckets of some widths are
+        not made here, because the node sends all of them (IncrementalRows).
+        """
+        made_s = dict(existing_widths(self._db, 0))
+        sent = defaultdict[int, set[int]](set)
+        """The starts of the buckets that it has sent, by width."""
+        for line in lines:
+            if SENT[line.table] in BUCKET_TABLES:
+                for width, start_s in zip(line.column("width"), line.column("start_s"), strict=True):
+                    sent[width].add(start_s)
+        for finer, width in pairwise(WIDTHS):
+            if (node.shift_s or 0) % width:
+                starts = {start_s // width * width for start_s in sent[finer]}
+                remade = [start_s for start_s in starts if start_s < made_s.get(width, 0)]
+                sent[width].update(remade)
+                parameters = [{"finer": finer, "width": width, "start": start_s} for start_s in remade]
+                for table in BUCKET_TABLES:
+                    self._db.executemany(_remake_sql(table.name, node.number, self._node_count), parameters)
 
     def _merge_buckets(self) -> None:
         """Make the wider buckets up to the time to which all connected nodes have sent theirs.
@@ -262,6 +285,16 @@ class CrossNodeWaits:
 
 def _is_numbered(line: RowLine) -> bool:
     return SENT[line.table].sent == NUMBERED
+
+
+@cache
+def _remake_sql(table: str, node: int, nodes: int) -> str:
+    """Return the statement that makes a node's rows of the bucket `width`, `start` from those of width `finer`."""
+    number, finer_rows = "key", "width = :finer AND start_s >= :start AND start_s < :start + :width"
+    if "key" not in columns_sent(table):
+        number = f"CASE WHEN process < 0 THEN {nodes} - 1 - process ELSE process END"
+    source = f"FROM {table} WHERE {finer_rows} AND ({number}) % {nodes} = {node}"
+    return SENT[table].merge_sql(source, insertion="INSERT OR REPLACE", width=":width", start_s=":start")
 
 
 @cache

@@ -109,14 +109,14 @@ class StoreTable(Generic[RowT]):
         key = [name for name in self.columns if name not in ("width", "start_s", *self.combined)]
         return f"SELECT {selected} {source} GROUP BY {', '.join([*group_by, *key])}"
 
-    def merge_sql(self, source: str, group_by: Sequence[str] = (), *, new_only: bool = False, **times: str) -> str:
+    def merge_sql(self, source: str, group_by: Sequence[str] = (), insertion: str = "INSERT", **times: str) -> str:
         """Return a statement that writes the rows of `merged_rows_sql`.
 
-        A row is added to the one with the same key, or left out if there is one (`new_only`).
+        `insertion`: INSERT adds a row to the one with the same key; or INSERT OR IGNORE, INSERT OR REPLACE.
         """
         rows = self.merged_rows_sql(source, group_by, **times)
         columns, values = (f"{self.column_list}, seq", f"*, {SEQ}") if self.has_seq else (self.column_list, "*")
-        insertion, end = ("INSERT OR IGNORE", "") if new_only else ("INSERT", self.on_conflict)
+        end = self.on_conflict if insertion == "INSERT" else ""
         return f"{insertion} INTO {self.name} ({columns}) SELECT {values} FROM ({rows}) WHERE true {end}"
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[RowT]) -> None:

@@ -70,7 +70,7 @@ def merge_buckets(db: sqlite3.Connection, tables: Iterable[StoreTable[Any]], end
     """Make the wider buckets that have passed by second `end_s`, unless their rows exist."""
     finer_rows = "FROM {} WHERE width = :finer AND start_s >= :begin AND start_s < :end"
     statements = [
-        table.merge_sql(finer_rows.format(table.name), [_BUCKET], new_only=True, width=":width", start_s=_BUCKET)
+        table.merge_sql(finer_rows.format(table.name), [_BUCKET], "INSERT OR IGNORE", width=":width", start_s=_BUCKET)
         for table in tables
     ]
     made = dict(db.execute("SELECT width, made_s FROM widths"))

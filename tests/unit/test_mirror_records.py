@@ -259,6 +259,68 @@ def test_the_seconds_of_a_machine_with_a_wrong_clock_are_corrected(tmp_path: Pat
     records.close()
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("shift_s", [0, 4, 20, 24, 60])
+def test_steps_that_arrive_after_their_buckets_were_made_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift_s: int, sparse: bool
+) -> None:
+    """A node is reached late and cut twice, while the mirror makes the buckets of another one.
+
+    `shift_s`: how far the mirror's seconds are ahead of those of the nodes.
+    """
+    monkeypatch.setattr("dpmon.export.incremental_rows.MAX_BUCKETS", 200)  # several chunks after a cut
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
+    machines = [MirroredNode(0, 0), MirroredNode(1, 0)]
+    trainings = [Training(step_ns=SECOND), Training(step_ns=SECOND)]
+    changed = Training(step_ns=SECOND)
+
+    def connect(number: int) -> None:
+        node = records.nodes[number]
+        node.state, node.shift_s, node.origin_s = "connected", shift_s, ORIGIN_S - shift_s
+        has: dict[str, Any] = {"offset": node.received, "seq": node.seq, "tallied_s": node.tallied_s}
+        machines[number].rows = IncrementalRows(rollups=True, shift_s=shift_s, sparse=sparse, **has)
+
+    def train(seconds: int, *connected: int, last: bool = False) -> None:
+        for machine, training in zip(machines, trainings, strict=True):
+            machine.recording.add(training.run(seconds))
+        for number in connected:
+            send_all(machines[number], records, last=last)
+
+    for machine in machines:
+        machine.recording = Recording(origin_s=ORIGIN_S - shift_s)
+    connect(0)
+    train(1300, 0)
+    connect(1)
+    train(30, 0, 1)
+    train(40, 0, 1)
+    records.nodes[1].state = "cut"
+    train(1200, 0)
+    connect(1)
+    chunk, has_more = machines[1].chunk()
+    assert has_more
+    records.write([(records.nodes[1], chunk)])
+    records.nodes[1].state = "cut"
+    train(700, 0)
+    connect(1)
+    train(50, 0, 1)
+    machines[1].recording.add(changed.run(2600)[-20:])  # steps that were not known when their seconds were sent
+    train(5, 0, 1, last=True)
+    for node in records.nodes:
+        node.state = "ended"
+    records.write([])
+    mirror = open_mirror_store(records)
+    windows = [(0, 1 << 40)]
+    if not sparse:
+        windows += (1300, 1350), (1320, 2900), (2000, 2600)
+    for machine in machines:
+        own, number = machine.recording.store(), records.local_process_number(machine.number, 0)
+        for begin, end in windows:
+            there = without_waits(read_tallies(own, begin, end), 0, number)
+            assert without_waits(read_tallies(mirror, begin, end), number, number) == there, (begin, end)
+        assert sum_of(mirror, 0, 1 << 40, number) == sum_of(own, 0, 1 << 40, 0)
+    records.close()
+
+
 class Together:
     """Four ranks on two machines that step together; rank 2 is slow."""
 

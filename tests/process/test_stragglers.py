@@ -84,10 +84,11 @@ def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None
     assert found.excess_ns == pytest.approx(80e6, rel=0.4)
     assert found.slowest is not None
     assert found.slowest > 0.9 * found.steps
-    # Of the newest second, only a part may have passed.
+    # The seconds of about 50 steps, at least five. Of the newest one, only a part may have passed.
     ends_s = {rank: [int(step["start_s"] + step["wall_ms"] / 1000) for step in run.steps[rank]] for rank in run.ranks}
     newest_s = max(seconds[-1] for seconds in ends_s.values())
-    assert found.steps == sum(end_s > newest_s - RANK_S for end_s in ends_s[1]) > MIN_STEPS
+    counts = [sum(end_s > newest_s - seconds for end_s in ends_s[1]) for seconds in range(RANK_S, 2 * RANK_S)]
+    assert MIN_STEPS < found.steps in counts
     assert (found.own_ns or 0) - (found.others_ns or 0) == pytest.approx(80e6, rel=0.4)
 
 

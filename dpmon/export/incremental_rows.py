@@ -106,8 +106,8 @@ class IncrementalRows:
         self._narrowest = 10 if sparse else 1
         """Width of the narrowest buckets that are sent."""
         self._widths = [width for width in WIDTHS if shift_s % width == 0]
-        """The widths of which all buckets are sent. With a wrong clock, others do not begin as those of the reader, and
-        are sent only for the time without finer ones."""
+        """All buckets of these widths are sent. With a wrong clock, buckets of other widths begin elsewhere than the
+        reader's, so they are sent only for the time without finer ones."""
         self._backlog: list[str] = []
         """SQL conditions for buckets of earlier time that are not sent yet, each for about MAX_BUCKETS of all keys."""
         self._first_seconds: dict[int, int] = {}

@@ -205,6 +205,8 @@ class MirrorHistory:
         It may be reached after other nodes, and it sends seconds again that have changed. Buckets of some widths are
         not made here, because the node sends all of them (IncrementalRows).
         """
+        if not node.shift_s:
+            return
         made_s = dict(existing_widths(self._db, 0))
         sent = defaultdict[int, set[int]](set)
         """The starts of the buckets that it has sent, by width."""
@@ -213,7 +215,7 @@ class MirrorHistory:
                 for width, start_s in zip(line.column("width"), line.column("start_s"), strict=True):
                     sent[width].add(start_s)
         for finer, width in pairwise(WIDTHS):
-            if (node.shift_s or 0) % width:
+            if node.shift_s % width:
                 starts = {start_s // width * width for start_s in sent[finer]}
                 remade = [start_s for start_s in starts if start_s < made_s.get(width, 0)]
                 sent[width].update(remade)

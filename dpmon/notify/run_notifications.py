@@ -59,7 +59,7 @@ def find_notifications(
         if finding.weight >= MIN_WEIGHT and finding.kind not in _OTHER_EVENT_KINDS:
             event_type = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
             key = finding.kind
-            if key == WRONG:  # in several ways, each with its own advice; names in the text may change
+            if key == WRONG:  # one event for each problem: its advice stays, but names in its text may change
                 key += f"-{zlib.crc32(finding.advice.encode()):08x}"
             yield Notification(event_type, key, finding._asdict())
     if health.end is not None:

@@ -112,7 +112,7 @@ class StoreTable(Generic[RowT]):
     def merge_sql(self, source: str, group_by: Sequence[str] = (), insertion: str = "INSERT", **times: str) -> str:
         """Return a statement that writes the rows of `merged_rows_sql`.
 
-        `insertion`: INSERT adds a row to the one with the same key; or INSERT OR IGNORE, INSERT OR REPLACE.
+        `insertion`: INSERT (a row is added to the one with the same key), INSERT OR IGNORE or INSERT OR REPLACE.
         """
         rows = self.merged_rows_sql(source, group_by, **times)
         columns, values = (f"{self.column_list}, seq", f"*, {SEQ}") if self.has_seq else (self.column_list, "*")

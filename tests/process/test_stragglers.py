@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.rank_stats import RANK_S
+from dpmon.model.rank_stats import RANK_S, RANK_STEPS
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.stragglers import MIN_STEPS
 from support.baseline_comparison import records_of_kind, run_unless_aborted
@@ -84,10 +85,12 @@ def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None
     assert found.excess_ns == pytest.approx(80e6, rel=0.4)
     assert found.slowest is not None
     assert found.slowest > 0.9 * found.steps
-    # The seconds of about 50 steps, at least five. Of the newest one, only a part may have passed.
+    # The seconds of RANK_STEPS mean steps, at least RANK_S. Of the newest one, only a part may have passed.
+    steps_s = [step["wall_ms"] / 1000 for of_rank in run.steps.values() for step in of_rank[3:]]
+    least, most = (max(math.ceil(RANK_STEPS * step_s), RANK_S) for step_s in (min(steps_s), max(steps_s)))
     ends_s = {rank: [int(step["start_s"] + step["wall_ms"] / 1000) for step in run.steps[rank]] for rank in run.ranks}
     newest_s = max(seconds[-1] for seconds in ends_s.values())
-    counts = [sum(end_s > newest_s - seconds for end_s in ends_s[1]) for seconds in range(RANK_S, 2 * RANK_S)]
+    counts = [sum(end_s > newest_s - seconds for end_s in ends_s[1]) for seconds in range(least, most + 1)]
     assert MIN_STEPS < found.steps in counts
     assert (found.own_ns or 0) - (found.others_ns or 0) == pytest.approx(80e6, rel=0.4)
 
